@@ -1,0 +1,124 @@
+package locker
+
+import (
+	"strings"
+
+	"github.com/jmoiron/sqlx"
+)
+
+// Postgres is the dialect for PostgreSQL 12 and later, with any driver whose errors have an SQLState method (pgx, lib/pq).
+func Postgres() Dialect { return postgres{} }
+
+type postgres struct{}
+
+func (postgres) Name() string { return "postgres" }
+
+func (postgres) Quote(ident string) string { return `"` + strings.ReplaceAll(ident, `"`, `""`) + `"` }
+
+// Retryable: the statement was rolled back (https://www.postgresql.org/docs/current/errcodes-appendix.html).
+func (postgres) Retryable(err error) bool {
+	switch sqlState(err) {
+	case "40001", // serialization_failure: the default isolation level is above READ COMMITTED
+		"40P01", // deadlock_detected
+		"55P03": // lock_not_available: lock_timeout is set
+		return true
+	}
+	return false
+}
+
+// Fragments. clock_timestamp() is read when it is evaluated; now() would be the start of the transaction.
+const (
+	pgTTL  = `CAST(:ttl AS bigint) * interval '1 microsecond'`
+	pgIdle = `expires_at <= clock_timestamp() AND acquired_at < clock_timestamp() - CAST(:idle AS bigint) * interval '1 microsecond'`
+)
+
+// pgMicros bounds the time first: -infinity marks a released row, and neither infinity fits an integer.
+func pgMicros(column string) string {
+	return `CAST(extract(epoch FROM least(greatest(` + column + `, 'epoch'), '9999-12-31')) * 1000000 AS bigint)`
+}
+
+func pgRow(now string) string {
+	return `resource, owner, ` + pgMicros("acquired_at") + ` AS acquired, ` + pgMicros("expires_at") + ` AS expires, CAST(extract(epoch FROM ` + now + `) * 1000000 AS bigint) AS now`
+}
+
+// pgGrant changes the very grant that is named. The row is locked first and judged after that: an UPDATE alone judges its WHERE
+// before it waits for the row, and does not judge again when the other session changed nothing (a renewal of a 1 s lease that
+// waited behind a share lock came back with -1.5 s left). Refused, the row in the way is the answer.
+func pgGrant(table, set string) string {
+	return `
+WITH l AS MATERIALIZED (
+	SELECT resource, owner, acquired_at, expires_at FROM ` + table + ` WHERE resource = :resource FOR NO KEY UPDATE
+), done AS (
+	UPDATE ` + table + ` AS t SET ` + set + `
+	FROM l
+	WHERE t.resource = l.resource AND l.owner = :owner AND l.expires_at > clock_timestamp()
+		AND (CAST(:token AS bigint) = 0 OR ` + pgMicros("l.acquired_at") + ` = :token)
+	RETURNING t.resource, t.owner, t.acquired_at, t.expires_at
+)
+SELECT ` + pgRow("clock_timestamp()") + `, false AS refused FROM done
+UNION ALL
+SELECT ` + pgRow("clock_timestamp()") + `, true AS refused FROM l WHERE NOT EXISTS (SELECT FROM done)`
+}
+
+func (postgres) Statements(table string) Statements {
+	return Statements{
+		Bind: sqlx.DOLLAR, // no Prepare: pgx caches statements itself, and plain calls keep PgBouncer possible
+
+		Create: []string{`CREATE TABLE IF NOT EXISTS ` + table + ` (
+	resource    text COLLATE "C" PRIMARY KEY,
+	owner       text COLLATE "C" NOT NULL,
+	acquired_at timestamptz NOT NULL,
+	expires_at  timestamptz NOT NULL
+)`},
+
+		// Losers must not write: a refused ON CONFLICT DO UPDATE locks the row, which is 96 bytes of WAL and a flush. So a live lock of
+		// another, seen without a lock, stops the INSERT. What decides is still the WHERE at the end: it is evaluated on the newest
+		// version of the row, locked, with clocks read after the wait. If the holder came between, neither part has a row: ask again.
+		Acquire: `
+WITH seen AS MATERIALIZED (
+	SELECT resource, owner, acquired_at, expires_at, clock_timestamp() AS now FROM ` + table + ` WHERE resource = :resource
+), won AS (
+	INSERT INTO ` + table + ` AS l (resource, owner, acquired_at, expires_at)
+	SELECT CAST(:resource AS text), CAST(:owner AS text), c.now, c.now + ` + pgTTL + `
+	FROM (SELECT clock_timestamp() AS now) AS c
+	WHERE NOT EXISTS (SELECT FROM seen WHERE seen.owner <> :owner AND seen.expires_at > seen.now)
+	ON CONFLICT (resource) DO UPDATE SET
+		owner = excluded.owner,
+		acquired_at = greatest(l.acquired_at + interval '1 microsecond', clock_timestamp()),
+		expires_at = clock_timestamp() + ` + pgTTL + `
+	WHERE l.owner = excluded.owner OR l.expires_at <= clock_timestamp()
+	RETURNING resource, owner, acquired_at, expires_at, clock_timestamp() AS now
+)
+SELECT ` + pgRow("now") + `, false AS refused FROM won
+UNION ALL
+SELECT ` + pgRow("now") + `, true AS refused FROM seen WHERE NOT EXISTS (SELECT FROM won)`,
+
+		Renew:   pgGrant(table, `expires_at = clock_timestamp() + `+pgTTL),
+		Release: pgGrant(table, `owner = '', expires_at = '-infinity'`),
+		Handover: pgGrant(table, `owner = :next, expires_at = clock_timestamp() + `+pgTTL+`,
+		acquired_at = greatest(t.acquired_at + interval '1 microsecond', clock_timestamp())`),
+
+		Get: `SELECT ` + pgRow("clock_timestamp()") + ` FROM ` + table + ` WHERE resource = :resource`,
+		List: `SELECT ` + pgRow("clock_timestamp()") + ` FROM ` + table + `
+WHERE resource > :after AND expires_at > clock_timestamp() ORDER BY resource LIMIT CAST(:limit AS bigint)`,
+
+		Idle: `SELECT resource FROM ` + table + ` WHERE resource > :after AND ` + pgIdle + ` ORDER BY resource LIMIT CAST(:limit AS bigint)`,
+		Purge: `DELETE FROM ` + table + ` WHERE resource IN (SELECT json_array_elements_text(CAST(:list AS json)))
+AND ` + pgIdle,
+
+		// SKIP LOCKED: one row that a transaction holds must not stop the renewals of the other 999.
+		RenewBatch: `
+WITH want AS (
+	SELECT resource, owner, token FROM json_to_recordset(CAST(:list AS json)) AS j (resource text, owner text, token bigint)
+), l AS MATERIALIZED (
+	SELECT t.resource, t.expires_at FROM want JOIN ` + table + ` AS t ON t.resource = want.resource
+	WHERE t.owner = want.owner AND ` + pgMicros("t.acquired_at") + ` = want.token
+	ORDER BY t.resource FOR NO KEY UPDATE OF t SKIP LOCKED
+), done AS (
+	UPDATE ` + table + ` AS t SET expires_at = clock_timestamp() + ` + pgTTL + `
+	FROM l WHERE t.resource = l.resource AND l.expires_at > clock_timestamp()
+	RETURNING t.resource, t.owner, t.acquired_at, t.expires_at
+)
+SELECT ` + pgRow("clock_timestamp()") + ` FROM done`,
+	}
+}

@@ -1,0 +1,184 @@
+package locker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// Lease is a lock that a Session holds and renews. It is safe for concurrent use.
+type Lease struct {
+	s       *Session
+	ttl     time.Duration
+	margin  time.Duration
+	minHold time.Duration
+	begin   time.Time // before the request that was granted
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+
+	// Guarded by s.mu.
+	rec     Record
+	trust   time.Time // when it ends, on both clocks
+	due     time.Time // when to renew
+	busy    bool      // a renewal is under way
+	failure error     // of the last renewal, nil if it was confirmed
+	ended   error     // what Err says
+	lost    *LostError
+
+	release  sync.Once
+	released error
+}
+
+// Record returns the lease's record as of its last renewal, with Remaining as of now.
+func (l *Lease) Record() Record {
+	l.s.mu.Lock()
+	defer l.s.mu.Unlock()
+	return l.now()
+}
+
+func (l *Lease) now() Record {
+	rec := l.rec
+	rec.Remaining = max(0, time.Until(l.trust.Add(l.margin)))
+	return rec
+}
+
+// Token returns the fencing token of the lease: send it along with every write that a stale holder must not make.
+func (l *Lease) Token() int64 { return l.Record().Token }
+
+// TrustedUntil returns when trust in the lease ends unless it is renewed before: a local time that is earlier than the lease's end by
+// the margin.
+func (l *Lease) TrustedUntil() time.Time {
+	l.s.mu.Lock()
+	defer l.s.mu.Unlock()
+	return l.trust
+}
+
+// Err returns nil while the lease may be trusted. After a loss it is the *LostError, after Release it matches ErrNotHeld, and after
+// Session.Close ErrClosed. It looks at the clock itself: it is right even where a signal has had no time to arrive, such as in a
+// process that was stopped and goes on.
+func (l *Lease) Err() error {
+	l.s.mu.Lock()
+	defer l.s.mu.Unlock()
+	if _, held := l.s.leases[l]; held && l.over(time.Now()) {
+		l.s.lose(l, l.cause())
+	}
+	return l.ended
+}
+
+// Context returns a context that ends with parent, with cancel, or when the lease may no longer be trusted, which is before it ends
+// in the database. context.Cause then says why: *LostError, or as Err does.
+func (l *Lease) Context(parent context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(parent)
+	if l.Err() != nil {
+		cancel(context.Cause(l.ctx)) // at once: AfterFunc would take a moment
+		return ctx, func() {}
+	}
+	stop := context.AfterFunc(l.ctx, func() { cancel(context.Cause(l.ctx)) })
+	return ctx, func() {
+		stop()
+		cancel(nil)
+	}
+}
+
+// Release frees the lock, or hands it to the next in line in this process. It is idempotent and gives the same answer each time: nil,
+// the *LostError of a lease that was lost, or why the database could not be told; then the TTL frees the lock. It works under a
+// cancelled ctx and is bounded: by ten seconds and by the end of the lease. With WithMinHold it leaves the lock to run out instead.
+func (l *Lease) Release(ctx context.Context) error {
+	l.release.Do(func() { l.released = l.s.release(ctx, l) })
+	return l.released
+}
+
+// over reports whether trust has ended at now. The monotonic clock stands still while a machine is suspended, the wall clock can be
+// set back: whichever is later counts.
+func (l *Lease) over(now time.Time) bool {
+	return !now.Before(l.trust) || !now.Round(0).Before(l.trust.Round(0))
+}
+
+// cause is why trust has ended without a verdict.
+func (l *Lease) cause() error {
+	if l.failure != nil {
+		return l.failure
+	}
+	return errUnconfirmed
+}
+
+var errUnconfirmed = errors.New("no renewal was confirmed in time (the database did not answer, or this process or machine was stopped)")
+
+// end sets what Err says and ends the contexts. s.mu is held.
+func (l *Lease) end(err error) {
+	if l.ended == nil {
+		l.ended = err
+		l.cancel(err)
+	}
+}
+
+// release frees l once.
+func (s *Session) release(ctx context.Context, l *Lease) error {
+	s.mu.Lock()
+	_, held := s.leases[l]
+	if held && l.over(time.Now()) {
+		s.lose(l, l.cause())
+		held = false
+	}
+	if !held {
+		defer s.mu.Unlock()
+		if !errors.Is(l.lost.Err, ErrNotHeld) && !errors.Is(l.lost.Err, ErrNotOwner) {
+			s.giveBack(l.rec.Resource, l.rec.Owner) // no verdict: it may be l's still
+		}
+		return l.lost
+	}
+	delete(s.leases, l) // not renewed any more; the line stays taken until the database has been told
+	l.end(fmt.Errorf("locker: lease on %q was released: %w", l.rec.Resource, ErrNotHeld))
+	rec := l.rec
+	bound := min(max(time.Until(l.trust.Add(l.margin)), time.Second), 10*time.Second)
+	keep := l.minHold - time.Since(l.begin)
+	s.mu.Unlock()
+
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), bound)
+	defer cancel()
+	var err error
+	if keep > 0 {
+		err = s.insist(ctx, l.ttl, func(ctx context.Context) error {
+			_, err := s.locker.Renew(ctx, rec, keep)
+			return err
+		})
+	} else {
+		err = s.handOver(ctx, l, rec)
+	}
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner) {
+		l.lost = &LostError{Lease: rec, Err: err}
+		l.ended = l.lost
+		err = l.lost
+	}
+	s.drop(l)
+	return err
+}
+
+// insist repeats a request that did not get an answer, on a fresh connection each time because each has a time-out of its own.
+func (s *Session) insist(ctx context.Context, ttl time.Duration, send func(context.Context) error) error {
+	for n := 0; ; n++ {
+		attempt, cancel := context.WithTimeout(ctx, max(ttl/6, 100*time.Millisecond))
+		err := send(attempt)
+		cancel()
+		switch {
+		case err == nil:
+			return nil
+		case errors.Is(err, ErrNotHeld), errors.Is(err, ErrNotOwner):
+			if n > 0 { // an attempt whose answer was lost has done it
+				return nil
+			}
+			return err
+		case isPermanent(err), ctx.Err() != nil:
+			return err
+		}
+		pause(ctx, n+3)
+		if ctx.Err() != nil {
+			return err
+		}
+	}
+}

@@ -1,0 +1,625 @@
+package locker
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	mathrand "math/rand/v2"
+	"os"
+	"strings"
+	"sync"
+	"time"
+)
+
+// DefaultTTL is the TTL of a lock unless WithTTL sets another.
+const DefaultTTL = 30 * time.Second
+
+// Session takes locks for one process and keeps their leases alive with one heartbeat, until they are released or lost.
+//
+// Every acquire has an owner of its own, so a Session excludes its own goroutines from each other as it does other processes. Those
+// who wait for one resource stand in line: only the first looks at the database, and a release hands the lock to the next in one
+// statement.
+//
+// A Session is safe for concurrent use. Close it at the end.
+type Session struct {
+	locker Locker
+	log    *slog.Logger
+	label  string // what all owners of this session begin with
+	skew   time.Duration
+	lock   lockConfig // defaults
+
+	mu      sync.Mutex
+	seq     int64
+	closed  bool
+	stopped bool
+	closing chan struct{} // closed with closed
+	kick    chan struct{} // wakes the heartbeat; holds one
+	beating bool          // the heartbeat runs, which it does while there are leases
+	leases  map[*Lease]struct{}
+	beats   map[time.Duration]time.Time // by TTL, when all its leases are renewed next, together
+	lines   map[string]*line            // by resource
+
+	wakeAt  time.Time     // when the heartbeat looks next
+	jobs    int           // goroutines of the session: the heartbeat, renewals, give-backs
+	drained chan struct{} // closed when jobs is 0, if somebody waits for that
+
+	callbacks sync.WaitGroup // of Do
+}
+
+// SessionOption configures a Session. Every LockOption is one too, as the default of the session's locks.
+type SessionOption interface{ applySession(*Session) error }
+
+// LockOption configures one lock.
+type LockOption interface {
+	SessionOption
+	applyLock(*lockConfig) error
+}
+
+type lockConfig struct{ ttl, maxWait, minHold time.Duration }
+
+type sessionOption func(*Session) error
+
+func (o sessionOption) applySession(s *Session) error { return o(s) }
+
+type lockOption func(*lockConfig) error
+
+func (o lockOption) applyLock(c *lockConfig) error { return o(c) }
+func (o lockOption) applySession(s *Session) error { return o(&s.lock) }
+
+// WithTTL sets the TTL of the lease: how long a dead holder blocks others. It is renewed at a third of it. Default DefaultTTL.
+func WithTTL(d time.Duration) LockOption {
+	return lockOption(func(c *lockConfig) (err error) {
+		c.ttl, err = CheckTTL(d)
+		return err
+	})
+}
+
+// WithMaxWait bounds the waiting of Lock and Do, besides their ctx. The error then matches context.DeadlineExceeded, and ErrHeld or
+// what kept the lock from being asked. Default: no bound.
+func WithMaxWait(d time.Duration) LockOption {
+	return lockOption(func(c *lockConfig) error {
+		if d <= 0 {
+			return &InvalidError{"max wait", fmt.Sprintf("is %v; it must be more than 0 (TryLock does not wait)", d)}
+		}
+		c.maxWait = d
+		return nil
+	})
+}
+
+// WithMinHold keeps the lock for at least d: a job that ends earlier leaves the lock to run out instead of releasing it, so that a
+// job that ten skewed clocks start once a night runs once. Default 0.
+func WithMinHold(d time.Duration) LockOption {
+	return lockOption(func(c *lockConfig) error {
+		if d < 0 || d > MaxTTL {
+			return &InvalidError{"min hold", fmt.Sprintf("is %v; it must be from 0 to ten years", d)}
+		}
+		c.minHold = d
+		return nil
+	})
+}
+
+// WithOwner sets what owners begin with, for people who read the table; the default is host:pid. A random part and a number are
+// always added: names alone have made two holders elsewhere. At most 200 bytes.
+func WithOwner(label string) SessionOption {
+	return sessionOption(func(s *Session) error {
+		if err := CheckName("owner", label); err != nil {
+			return err
+		}
+		if len(label) > maxLabel {
+			return &InvalidError{"owner", fmt.Sprintf("has %d bytes; a label may have %d, because a unique part is added", len(label), maxLabel)}
+		}
+		s.label = label
+		return nil
+	})
+}
+
+const maxLabel = 200
+
+// WithLogger sets where losses, failed renewals and failed releases are logged. Default: nowhere.
+func WithLogger(log *slog.Logger) SessionOption {
+	return sessionOption(func(s *Session) error {
+		if log == nil {
+			return &InvalidError{"logger", "is nil"}
+		}
+		s.log = log
+		return nil
+	})
+}
+
+// ClockSkewOption is what WithClockSkew returns: an Option and a SessionOption.
+type ClockSkewOption interface {
+	Option
+	SessionOption
+}
+
+type clockSkew time.Duration
+
+func (d clockSkew) check() error {
+	if d <= 0 {
+		return &InvalidError{"clock skew", fmt.Sprintf("is %v; it must be more than 0", time.Duration(d))}
+	}
+	return nil
+}
+
+func (d clockSkew) applyTable(t *Table) error {
+	t.skew = time.Duration(d)
+	return d.check()
+}
+
+func (d clockSkew) applySession(s *Session) error {
+	s.skew = time.Duration(d)
+	return d.check()
+}
+
+// WithClockSkew sets the margin: how far the database's clock may jump forward during a lease, or the nodes of a cluster differ. A
+// Session stops trusting a lease that much before it ends. It belongs to the database, so it is an option of New; a Session takes it
+// from its Table, or as an option of its own. Default: a tenth of the TTL. A TTL must be at least twice as long.
+func WithClockSkew(d time.Duration) ClockSkewOption { return clockSkew(d) }
+
+// NewSession returns a Session that takes its locks from l. Nothing is sent.
+func NewSession(l Locker, opts ...SessionOption) (*Session, error) {
+	if l == nil {
+		return nil, &InvalidError{"locker", "is nil"}
+	}
+	host, err := os.Hostname()
+	if err != nil {
+		host = "unknown"
+	}
+	host = strings.ToValidUTF8(host, "?")
+	s := &Session{
+		locker:  l,
+		log:     slog.New(slog.DiscardHandler),
+		label:   fmt.Sprintf("%.150s:%d", host, os.Getpid()),
+		lock:    lockConfig{ttl: DefaultTTL},
+		closing: make(chan struct{}),
+		kick:    make(chan struct{}, 1),
+		leases:  make(map[*Lease]struct{}),
+		beats:   make(map[time.Duration]time.Time),
+		lines:   make(map[string]*line),
+	}
+	if t, ok := l.(interface{ ClockSkew() time.Duration }); ok {
+		s.skew = t.ClockSkew()
+	}
+	for _, o := range opts {
+		if err := o.applySession(s); err != nil {
+			return nil, err
+		}
+	}
+	if _, err := s.margin(s.lock.ttl); err != nil {
+		return nil, err
+	}
+	unique := make([]byte, 8)
+	rand.Read(unique) // never fails
+	s.label += "/" + hex.EncodeToString(unique)
+	return s, nil
+}
+
+// margin is how long before its end a lease of ttl is no longer trusted.
+func (s *Session) margin(ttl time.Duration) (time.Duration, error) {
+	if s.skew == 0 {
+		return ttl / 10, nil
+	}
+	if s.skew > ttl/2 {
+		return 0, &InvalidError{"ttl", fmt.Sprintf("is %v, less than twice the clock skew of %v", ttl, s.skew)}
+	}
+	return s.skew, nil
+}
+
+// config is the defaults with opts, all checked.
+func (s *Session) config(resource string, opts []LockOption) (lockConfig, error) {
+	c := s.lock
+	if err := CheckName("resource", resource); err != nil {
+		return c, err
+	}
+	for _, o := range opts {
+		if err := o.applyLock(&c); err != nil {
+			return c, err
+		}
+	}
+	_, err := s.margin(c.ttl)
+	return c, err
+}
+
+// TryLock takes resource if it is free, and is *HeldError (errors.Is ErrHeld) at once if it is not. Any other error means that the
+// database could not be asked, or that the answer was lost; a lock that was taken all the same is given back in the background.
+//
+// ctx bounds the call only. The lease lives until it is released or lost.
+func (s *Session) TryLock(ctx context.Context, resource string, opts ...LockOption) (*Lease, error) {
+	return s.tryLock(ctx, resource, opts, false)
+}
+
+// Lock takes resource, waiting in line while it is held. It waits on while the database cannot be reached, and not at all if there
+// is no table or no privilege. When ctx, or WithMaxWait, ends first, the error matches that and ErrHeld or the cause.
+//
+// ctx bounds the waiting and nothing else. The lease lives until it is released or lost.
+func (s *Session) Lock(ctx context.Context, resource string, opts ...LockOption) (*Lease, error) {
+	return s.waitLock(ctx, resource, opts, false)
+}
+
+// Do locks resource as Lock does, runs fn under the lease's context, and releases, also if fn panics.
+//
+// If the lease was lost, the error matches ErrLost (as *LostError) and is joined with fn's, even if that is nil: others may have run
+// at the same time. If only the release failed, that is logged and the TTL frees the lock. Otherwise the error is fn's.
+func (s *Session) Do(ctx context.Context, resource string, fn func(context.Context, *Lease) error, opts ...LockOption) error {
+	l, err := s.waitLock(ctx, resource, opts, true)
+	if err != nil {
+		return err
+	}
+	return s.call(ctx, l, fn)
+}
+
+// TryDo is Do without waiting: ran is false, and err nil, if resource is held. So an ErrHeld from inside fn is not taken for a skip.
+func (s *Session) TryDo(ctx context.Context, resource string, fn func(context.Context, *Lease) error, opts ...LockOption) (ran bool, err error) {
+	l, err := s.tryLock(ctx, resource, opts, true)
+	var held *HeldError
+	switch {
+	case errors.As(err, &held):
+		return false, nil
+	case err != nil:
+		return false, err
+	}
+	return true, s.call(ctx, l, fn)
+}
+
+func (s *Session) call(ctx context.Context, l *Lease, fn func(context.Context, *Lease) error) (err error) {
+	defer s.callbacks.Done()
+	inside, cancel := l.Context(ctx)
+	defer func() {
+		cancel()
+		released := l.Release(ctx)
+		switch {
+		case errors.Is(released, ErrLost):
+			err = errors.Join(released, err) // a panic goes on past it
+		case released != nil:
+			s.log.Warn("locker: release failed, the TTL will free it", "resource", l.Record().Resource, "error", released)
+		}
+	}()
+	return fn(inside, l)
+}
+
+// Close ends the session: new locks are refused with ErrClosed, contexts of leases end with that cause, the callbacks of Do are waited
+// for, all leases are released, and the heartbeat stops. If ctx ends before that, Close returns its error, the heartbeat stops all the
+// same, and what is left expires by itself; a lock is never released under a running callback.
+func (s *Session) Close(ctx context.Context) error {
+	s.mu.Lock()
+	if !s.closed {
+		s.closed = true
+		close(s.closing)
+	}
+	for l := range s.leases {
+		l.end(fmt.Errorf("locker: lease on %q: %w", l.rec.Resource, ErrClosed))
+	}
+	s.mu.Unlock()
+
+	err := s.waitCallbacks(ctx)
+	if err == nil {
+		s.mu.Lock()
+		rest := make(chan *Lease, len(s.leases))
+		for l := range s.leases {
+			rest <- l
+		}
+		s.mu.Unlock()
+		close(rest)
+		var releases sync.WaitGroup
+		for range min(len(rest), parallel) {
+			releases.Go(func() {
+				for l := range rest {
+					if ctx.Err() != nil {
+						return
+					}
+					if err := l.Release(ctx); err != nil {
+						s.log.Warn("locker: release failed, the TTL will free it", "resource", l.Record().Resource, "error", err)
+					}
+				}
+			})
+		}
+		releases.Wait() // bounded, as each Release is
+		err = ctx.Err()
+	}
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.stopped = true
+	s.wake()
+	for err == nil && s.jobs > 0 {
+		if s.drained == nil {
+			s.drained = make(chan struct{})
+		}
+		drained := s.drained
+		s.mu.Unlock()
+		select {
+		case <-drained:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+		s.mu.Lock()
+	}
+	if err != nil {
+		return fmt.Errorf("locker: close: %w", err)
+	}
+	return nil
+}
+
+func (s *Session) waitCallbacks(ctx context.Context) error {
+	done := make(chan struct{})
+	go func() {
+		s.callbacks.Wait()
+		close(done)
+	}()
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// background runs f in a goroutine that Close waits for. s.mu is held.
+func (s *Session) background(f func()) {
+	s.jobs++
+	go func() {
+		f()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.jobs--; s.jobs == 0 && s.drained != nil {
+			close(s.drained)
+			s.drained = nil
+		}
+	}()
+}
+
+// parallel is how many single requests a session has under way at once where there is no batch.
+const parallel = 8
+
+// adopt makes a lease of a grant that was asked for at begin. It returns nil, and gives the grant back, if it cannot be trusted any
+// more or the session is closed: its owner must not be used again then. s.mu is held.
+func (s *Session) adopt(rec Record, begin time.Time, c lockConfig, inDo bool) *Lease {
+	margin, _ := s.margin(c.ttl)
+	l := &Lease{s: s, ttl: c.ttl, margin: margin, minHold: c.minHold, begin: begin, rec: rec, trust: begin.Add(c.ttl - margin)}
+	now := time.Now()
+	if s.closed || l.over(now) {
+		s.giveBack(rec.Resource, rec.Owner)
+		return nil
+	}
+	l.ctx, l.cancel = context.WithCancelCause(context.Background())
+	if inDo {
+		s.callbacks.Add(1)
+	}
+	s.leases[l] = struct{}{}
+	s.schedule(l, begin)
+	ln := s.line(rec.Resource)
+	ln.holder = l
+	switch {
+	case !s.beating:
+		s.beating = true
+		s.background(s.heartbeat)
+	case l.due.Before(s.wakeAt) || l.trust.Before(s.wakeAt):
+		s.wake()
+	}
+	return l
+}
+
+// schedule sets when l, confirmed at begin, is renewed: together with all leases of its TTL, a third of it after the last time.
+func (s *Session) schedule(l *Lease, begin time.Time) {
+	third := begin.Add(l.ttl / 3)
+	if next := s.beats[l.ttl]; next.After(begin) && next.Before(third) {
+		l.due = next
+		return
+	}
+	s.beats[l.ttl] = third
+	l.due = third
+}
+
+// wake makes the heartbeat look again.
+func (s *Session) wake() {
+	select {
+	case s.kick <- struct{}{}:
+	default:
+	}
+}
+
+// heartbeat is the one goroutine that watches all leases: it ends the trust of each in time, whether or not the database answers,
+// and starts the renewals that are due. It ends when there are no leases.
+func (s *Session) heartbeat() {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		next, ok := s.beat()
+		if !ok {
+			return
+		}
+		timer.Reset(next)
+		select {
+		case <-timer.C:
+		case <-s.kick:
+		}
+	}
+}
+
+// beat looks at all leases once. It returns how long until the next look, or false if there is nothing left to look at.
+func (s *Session) beat() (time.Duration, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.leases) == 0 || s.stopped {
+		s.beating = false
+		clear(s.beats)
+		return 0, false
+	}
+	if len(s.beats) > len(s.leases) {
+		clear(s.beats) // TTLs that nobody has any more
+	}
+	now := time.Now()
+	next := now.Add(time.Second) // at least: a suspended machine stops timers, and only the wall clock tells afterwards
+	var due map[time.Duration][]*Lease
+	for l := range s.leases {
+		if l.over(now) {
+			s.lose(l, l.cause())
+			continue
+		}
+		if l.trust.Before(next) {
+			next = l.trust
+		}
+		switch {
+		case l.busy:
+		case now.Before(l.due):
+			if l.due.Before(next) {
+				next = l.due
+			}
+		default:
+			l.busy = true
+			if due == nil {
+				due = make(map[time.Duration][]*Lease)
+			}
+			due[l.ttl] = append(due[l.ttl], l)
+		}
+	}
+	for ttl, leases := range due {
+		recs := make([]Record, len(leases))
+		for i, l := range leases {
+			recs[i] = l.rec
+		}
+		s.background(func() { s.renew(ttl, leases, recs) })
+	}
+	s.wakeAt = next
+	return next.Sub(now), true
+}
+
+// renew renews leases of one TTL, in one request if the Locker can, and settles each of them. One attempt gets a sixth of the TTL, so
+// that one half-open connection cannot eat all of the trust.
+func (s *Session) renew(ttl time.Duration, leases []*Lease, recs []Record) {
+	if batch, ok := s.locker.(BatchRenewer); ok && len(leases) > 1 {
+		begin := time.Now()
+		ctx, cancel := context.WithTimeout(context.Background(), ttl/6)
+		renewed, err := batch.RenewBatch(ctx, recs, ttl)
+		cancel()
+		byName := make(map[string]Record, len(renewed))
+		for _, r := range renewed {
+			byName[r.Resource] = r
+		}
+		s.mu.Lock()
+		retry := s.retryTime(ttl)
+		var rest []*Lease
+		var restRecs []Record
+		for i, l := range leases {
+			r, ok := byName[l.rec.Resource]
+			switch {
+			case ok && r.Owner == recs[i].Owner:
+				s.settle(l, r, begin, retry, nil)
+			case err != nil:
+				s.settle(l, r, begin, retry, err)
+			default:
+				rest, restRecs = append(rest, l), append(restRecs, recs[i])
+			}
+		}
+		s.mu.Unlock()
+		s.wake()
+		leases, recs = rest, restRecs // lost, or skipped because a transaction has locked the row: only a single renewal says which
+	}
+	next := make(chan int, len(leases))
+	for i := range leases {
+		next <- i
+	}
+	close(next)
+	var workers sync.WaitGroup
+	for range min(len(leases), parallel) {
+		workers.Go(func() {
+			for i := range next {
+				s.renewOne(leases[i], recs[i])
+			}
+		})
+	}
+	workers.Wait()
+	s.wake()
+}
+
+func (s *Session) renewOne(l *Lease, rec Record) {
+	begin := time.Now()
+	ctx, cancel := context.WithTimeout(context.Background(), min(l.ttl/6, time.Until(l.TrustedUntil())))
+	r, err := s.locker.Renew(ctx, rec, l.ttl)
+	cancel()
+	s.mu.Lock()
+	s.settle(l, r, begin, s.retryTime(l.ttl), err)
+	s.mu.Unlock()
+}
+
+// retryTime is when a renewal that failed now is tried again: some twenty times within the trust that is left.
+func (s *Session) retryTime(ttl time.Duration) time.Time {
+	return time.Now().Add(ttl/60 + mathrand.N(ttl/60+1) + time.Millisecond)
+}
+
+// settle takes the answer to a renewal of l that was sent at begin. s.mu is held.
+func (s *Session) settle(l *Lease, rec Record, begin, retry time.Time, err error) {
+	l.busy = false
+	if _, held := s.leases[l]; !held {
+		if err == nil && l.lost != nil {
+			l.rec = rec // too late to be trusted, but what Release has to free
+		}
+		return
+	}
+	switch {
+	case err == nil:
+		if l.failure != nil {
+			s.log.Info("locker: renewed again", "resource", rec.Resource, "token", rec.Token)
+		}
+		l.rec, l.failure = rec, nil
+		l.trust = begin.Add(l.ttl - l.margin)
+		s.schedule(l, begin)
+	case errors.Is(err, ErrNotHeld), errors.Is(err, ErrNotOwner):
+		s.lose(l, err)
+	default:
+		if l.failure == nil {
+			s.log.Warn("locker: renewal failed, trying on", "resource", l.rec.Resource, "token", l.rec.Token,
+				"trusted_for", time.Until(l.trust), "error", err)
+		}
+		l.failure = err
+		l.due = retry
+	}
+}
+
+// lose ends l, which is held, with its cause. s.mu is held.
+func (s *Session) lose(l *Lease, cause error) {
+	l.lost = &LostError{Lease: l.rec, Err: cause}
+	l.end(l.lost)
+	s.drop(l)
+	s.log.Warn("locker: lease lost", "resource", l.rec.Resource, "token", l.rec.Token, "error", cause)
+}
+
+// drop takes l from the heartbeat and lets the next in line look. s.mu is held.
+func (s *Session) drop(l *Lease) {
+	delete(s.leases, l)
+	if ln := s.lines[l.rec.Resource]; ln != nil && ln.holder == l {
+		ln.holder = nil
+		s.next(l.rec.Resource, ln)
+	}
+}
+
+// giveBack frees, in the background, what an acquire for owner may have taken although it ended with an error. The statement may even
+// take effect after this has looked, so it looks more than once. Owners are never used again, so nobody else's grant is freed; and
+// what is missed has no renewer and ends with its TTL.
+func (s *Session) giveBack(resource, owner string) {
+	s.background(func() {
+		for _, delay := range []time.Duration{0, 20 * time.Millisecond, 100 * time.Millisecond, 500 * time.Millisecond, 2 * time.Second} {
+			select {
+			case <-time.After(delay):
+			case <-s.closing: // no time left: look now
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+			rec, err := s.locker.Get(ctx, resource)
+			if err == nil && rec.Owner == owner {
+				err = s.locker.Release(ctx, rec)
+				cancel()
+				if err == nil {
+					return
+				}
+				continue
+			}
+			cancel()
+			if err == nil {
+				return // another has it
+			}
+		}
+	})
+}
