@@ -15,8 +15,6 @@ type Lease struct {
 	margin  time.Duration
 	minHold time.Duration
 	begin   time.Time // before the request that was granted
-	ctx     context.Context
-	cancel  context.CancelCauseFunc
 
 	// Guarded by s.mu.
 	rec     Record
@@ -26,6 +24,7 @@ type Lease struct {
 	failure error     // of the last renewal, nil if it was confirmed
 	ended   error     // what Err says
 	lost    *LostError
+	cancels map[*context.CancelCauseFunc]struct{} // of the contexts that end with the lease
 
 	release  sync.Once
 	released error
@@ -61,6 +60,10 @@ func (l *Lease) TrustedUntil() time.Time {
 func (l *Lease) Err() error {
 	l.s.mu.Lock()
 	defer l.s.mu.Unlock()
+	return l.err()
+}
+
+func (l *Lease) err() error {
 	if _, held := l.s.leases[l]; held && l.over(time.Now()) {
 		l.s.lose(l, l.cause())
 	}
@@ -71,13 +74,20 @@ func (l *Lease) Err() error {
 // in the database. context.Cause then says why: *LostError, or as Err does.
 func (l *Lease) Context(parent context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(parent)
-	if l.Err() != nil {
-		cancel(context.Cause(l.ctx)) // at once: AfterFunc would take a moment
+	l.s.mu.Lock()
+	defer l.s.mu.Unlock()
+	if err := l.err(); err != nil {
+		cancel(err)
 		return ctx, func() {}
 	}
-	stop := context.AfterFunc(l.ctx, func() { cancel(context.Cause(l.ctx)) })
+	if l.cancels == nil {
+		l.cancels = make(map[*context.CancelCauseFunc]struct{})
+	}
+	l.cancels[&cancel] = struct{}{}
 	return ctx, func() {
-		stop()
+		l.s.mu.Lock()
+		delete(l.cancels, &cancel)
+		l.s.mu.Unlock()
 		cancel(nil)
 	}
 }
@@ -108,10 +118,14 @@ var errUnconfirmed = errors.New("no renewal was confirmed in time (the database 
 
 // end sets what Err says and ends the contexts. s.mu is held.
 func (l *Lease) end(err error) {
-	if l.ended == nil {
-		l.ended = err
-		l.cancel(err)
+	if l.ended != nil {
+		return
 	}
+	l.ended = err
+	for cancel := range l.cancels {
+		(*cancel)(err)
+	}
+	l.cancels = nil
 }
 
 // release frees l once.

@@ -384,7 +384,6 @@ func (s *Session) adopt(rec Record, begin time.Time, c lockConfig, inDo bool) *L
 		s.giveBack(rec.Resource, rec.Owner)
 		return nil
 	}
-	l.ctx, l.cancel = context.WithCancelCause(context.Background())
 	if inDo {
 		s.callbacks.Add(1)
 	}

@@ -176,12 +176,13 @@ func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOpti
 func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter) (l *Lease, unknown bool, err error) {
 	var last error // what stood in the way
 	poll := firstPoll
-	asked, warned := false, false
+	asked, warned, early := false, false, false
 	for {
 		s.mu.Lock()
 		first := len(ln.waiters) > 0 && ln.waiters[0] == w
 		mayAsk := first && ln.holder == nil
 		delay := time.Until(ln.pause)
+		var watch *Record // wake up when this one lets go
 		if w.lease != nil {
 			defer s.mu.Unlock()
 			return w.lease, false, nil
@@ -215,6 +216,9 @@ func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter
 				ln.seen = held.Holder
 				s.mu.Unlock()
 				delay = held.Holder.Remaining + time.Millisecond
+				if !early {
+					watch = &held.Holder
+				}
 			case isPermanent(err):
 				return nil, unknown || sent, err
 			case err == nil:
@@ -231,7 +235,9 @@ func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter
 			delay = min(delay, poll/2+rand.N(poll/2))
 			poll = min(2*poll, lastPoll)
 		}
-		if s.sleep(ctx, w, delay, last) {
+		woken := s.sleep(ctx, w, delay, watch)
+		early = woken && watch != nil // do not spin on wake-ups that come too early
+		if woken {
 			poll = firstPoll
 		}
 	}
@@ -264,25 +270,22 @@ func (s *Session) ask(ctx context.Context, resource string, w *waiter, look bool
 		w.owner = s.owner()
 		return nil, false, nil
 	}
-	ln := s.line(resource)
-	ln.handovers, ln.since, ln.pause = 0, time.Now(), time.Time{}
 	return l, false, nil
 }
 
-// sleep waits for d (d < 0: for ever), a wake-up, the end of ctx or of the session. It reports whether it was woken.
-func (s *Session) sleep(ctx context.Context, w *waiter, d time.Duration, last error) bool {
+// sleep waits for d (d < 0: for ever), for watch to let go, a wake-up, the end of ctx or of the session. It reports whether it was woken.
+func (s *Session) sleep(ctx context.Context, w *waiter, d time.Duration, watch *Record) bool {
 	var timer <-chan time.Time
 	if d >= 0 {
 		timer = time.After(d)
 	}
 	var free chan struct{}
-	var held *HeldError
-	if waiter, ok := s.locker.(Waiter); ok && d >= 0 && errors.As(last, &held) {
+	if waiter, ok := s.locker.(Waiter); ok && watch != nil {
 		ctx, cancel := context.WithCancel(ctx)
 		defer cancel()
 		free = make(chan struct{})
 		go func() {
-			if waiter.WaitFree(ctx, held.Holder) == nil {
+			if waiter.WaitFree(ctx, *watch) == nil {
 				close(free)
 			}
 		}()
@@ -356,8 +359,11 @@ func (s *Session) nextInLine(resource string) *waiter {
 	if ln == nil || len(ln.waiters) == 0 || s.closed {
 		return nil
 	}
-	if ln.handovers >= streakCount && time.Since(ln.since) > streakTime {
-		ln.pause = time.Now().Add(streakPause)
+	switch {
+	case ln.handovers == 0:
+		ln.since = time.Now()
+	case ln.handovers >= streakCount && time.Since(ln.since) > streakTime:
+		ln.handovers, ln.pause = 0, time.Now().Add(streakPause)
 		return nil
 	}
 	w := ln.waiters[0]

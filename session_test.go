@@ -1,0 +1,987 @@
+package locker_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/locker-go/locker"
+	"github.com/locker-go/locker/lockertest"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// A call is one request that a session sent.
+type call struct {
+	verb  string
+	owner string
+	recs  []locker.Record
+	at    time.Time
+}
+
+// script is a Locker in memory whose requests are recorded and can be made to fail: before it is executed, or its answer afterwards.
+type script struct {
+	*lockertest.Memory
+
+	mu     sync.Mutex
+	calls  []call
+	before func(context.Context, call) error
+	after  func(context.Context, call) error
+}
+
+func newScript() *script { return &script{Memory: lockertest.NewMemory()} }
+
+func (s *script) on(before, after func(context.Context, call) error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.before, s.after = before, after
+}
+
+func (s *script) take() []call {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c := s.calls
+	s.calls = nil
+	return c
+}
+
+func (s *script) count(verb string) (n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, c := range s.calls {
+		if c.verb == verb {
+			n++
+		}
+	}
+	return n
+}
+
+func (s *script) send(ctx context.Context, c call, do func() error) error {
+	c.at = time.Now()
+	s.mu.Lock()
+	s.calls = append(s.calls, c)
+	before, after := s.before, s.after
+	s.mu.Unlock()
+	if before != nil {
+		if err := before(ctx, c); err != nil {
+			return err
+		}
+	}
+	err := do()
+	if after != nil {
+		if lost := after(ctx, c); lost != nil {
+			return lost
+		}
+	}
+	return err
+}
+
+func (s *script) Acquire(ctx context.Context, resource, owner string, ttl time.Duration) (rec locker.Record, err error) {
+	err = s.send(ctx, call{verb: "acquire", owner: owner, recs: []locker.Record{{Resource: resource}}}, func() (err error) {
+		rec, err = s.Memory.Acquire(ctx, resource, owner, ttl)
+		return err
+	})
+	return rec, err
+}
+
+func (s *script) Renew(ctx context.Context, r locker.Record, ttl time.Duration) (rec locker.Record, err error) {
+	err = s.send(ctx, call{verb: "renew", owner: r.Owner, recs: []locker.Record{r}}, func() (err error) {
+		rec, err = s.Memory.Renew(ctx, r, ttl)
+		return err
+	})
+	return rec, err
+}
+
+func (s *script) RenewBatch(ctx context.Context, recs []locker.Record, ttl time.Duration) (renewed []locker.Record, err error) {
+	err = s.send(ctx, call{verb: "batch", recs: recs}, func() (err error) {
+		renewed, err = s.Memory.RenewBatch(ctx, recs, ttl)
+		return err
+	})
+	return renewed, err
+}
+
+func (s *script) Handover(ctx context.Context, r locker.Record, owner string, ttl time.Duration) (rec locker.Record, err error) {
+	err = s.send(ctx, call{verb: "handover", owner: owner, recs: []locker.Record{r}}, func() (err error) {
+		rec, err = s.Memory.Handover(ctx, r, owner, ttl)
+		return err
+	})
+	return rec, err
+}
+
+func (s *script) Release(ctx context.Context, r locker.Record) error {
+	return s.send(ctx, call{verb: "release", owner: r.Owner, recs: []locker.Record{r}}, func() error { return s.Memory.Release(ctx, r) })
+}
+
+func (s *script) Get(ctx context.Context, resource string) (rec locker.Record, err error) {
+	err = s.send(ctx, call{verb: "get", recs: []locker.Record{{Resource: resource}}}, func() (err error) {
+		rec, err = s.Memory.Get(ctx, resource)
+		return err
+	})
+	return rec, err
+}
+
+// plain hides the optional interfaces of a Locker.
+type plain struct{ locker.Locker }
+
+var errNetwork = errors.New("connection reset by peer")
+
+func fail(verbs ...string) func(context.Context, call) error {
+	return func(_ context.Context, c call) error {
+		for _, v := range verbs {
+			if c.verb == v {
+				return errNetwork
+			}
+		}
+		return nil
+	}
+}
+
+// hang lets requests of these verbs wait for their ctx, as a black hole does.
+func hang(verbs ...string) func(context.Context, call) error {
+	return func(ctx context.Context, c call) error {
+		for _, v := range verbs {
+			if c.verb == v {
+				<-ctx.Done()
+				return ctx.Err()
+			}
+		}
+		return nil
+	}
+}
+
+// session returns a session on l that is closed when the test ends, in the bubble that it runs in.
+func session(t *testing.T, l locker.Locker, opts ...locker.SessionOption) *locker.Session {
+	t.Helper()
+	s, err := locker.NewSession(l, opts...)
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, s.Close(context.Background())) })
+	return s
+}
+
+func lock(t *testing.T, s *locker.Session, resource string, opts ...locker.LockOption) *locker.Lease {
+	t.Helper()
+	l, err := s.TryLock(t.Context(), resource, opts...)
+	require.NoError(t, err)
+	return l
+}
+
+func ended(ctx context.Context) bool { return ctx.Err() != nil }
+
+func TestALeaseOutlivesItsTTLWhileTheSessionLives(t *testing.T) {
+	for name, l := range map[string]locker.Locker{"batch": lockertest.NewMemory(), "one by one": plain{lockertest.NewMemory()}} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s, other := session(t, l, locker.WithTTL(3*time.Second)), session(t, l)
+				a, b := lock(t, s, "a"), lock(t, s, "b")
+				token := a.Token()
+				ctx, cancel := a.Context(t.Context())
+				defer cancel()
+				for range 100 {
+					time.Sleep(300 * time.Millisecond)
+					_, err := other.TryLock(t.Context(), "a")
+					require.ErrorIs(t, err, locker.ErrHeld)
+				}
+				assert.False(t, ended(ctx))
+				assert.NoError(t, a.Err())
+				assert.NoError(t, b.Err())
+				assert.Equal(t, token, a.Token(), "renewals keep the token")
+				require.NoError(t, a.Release(t.Context()))
+				assert.True(t, ended(ctx), "work after a release is not protected")
+				assert.ErrorIs(t, a.Err(), locker.ErrNotHeld)
+				_, err := other.TryLock(t.Context(), "a")
+				assert.NoError(t, err)
+			})
+		})
+	}
+}
+
+// The field has seen locks that silently stopped being renewed when the context of the acquire ended.
+func TestTheContextOfTheAcquireDoesNotEndTheLease(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := session(t, lockertest.NewMemory(), locker.WithTTL(2*time.Second))
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		l, err := s.Lock(ctx, "r")
+		require.NoError(t, err)
+		cancel()
+		time.Sleep(time.Minute)
+		assert.NoError(t, l.Err())
+	})
+}
+
+func TestTrustEndsBeforeTheLeaseWhateverTheDatabaseDoes(t *testing.T) {
+	const ttl = 10 * time.Second
+	never := make(chan struct{})
+	for name, before := range map[string]func(context.Context, call) error{
+		"errors": fail("renew", "batch"),
+		"hangs":  hang("renew", "batch"),
+		"ignores": func(_ context.Context, c call) error { // a driver that does not look at its context
+			if c.verb == "renew" {
+				<-never
+			}
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				never = make(chan struct{})
+				m := newScript()
+				s := session(t, m, locker.WithTTL(ttl))
+				begin := time.Now()
+				l := lock(t, s, "r")
+				ctx, cancel := l.Context(t.Context())
+				defer cancel()
+				m.on(before, nil)
+				<-ctx.Done()
+				assert.Equal(t, ttl-ttl/10, time.Since(begin), "trust ends a margin before the lease")
+				var lost *locker.LostError
+				require.ErrorAs(t, context.Cause(ctx), &lost)
+				assert.ErrorIs(t, context.Cause(ctx), locker.ErrLost)
+				assert.NotErrorIs(t, lost, locker.ErrNotHeld, "no verdict was heard")
+				assert.Equal(t, "r", lost.Lease.Resource)
+				assert.Equal(t, l.Err(), error(lost))
+				_, err := m.Memory.Get(t.Context(), "r")
+				assert.NoError(t, err, "the lease is still there when the context ends")
+				m.on(nil, nil)
+				close(never)
+				assert.ErrorIs(t, l.Release(t.Context()), locker.ErrLost)
+				synctest.Wait()
+				_, err = m.Memory.Get(t.Context(), "r")
+				assert.ErrorIs(t, err, locker.ErrNotHeld, "given back once the holder is done")
+			})
+		})
+	}
+}
+
+func TestOneHalfOpenConnectionDoesNotEatTheTrust(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const ttl = 6 * time.Second
+		m := newScript()
+		s := session(t, m, locker.WithTTL(ttl))
+		l := lock(t, s, "r")
+		m.take()
+		var hung atomic.Int32
+		m.on(func(ctx context.Context, c call) error {
+			if hung.Add(1) <= 2 {
+				<-ctx.Done()
+				return ctx.Err()
+			}
+			return nil
+		}, nil)
+		time.Sleep(ttl)
+		assert.NoError(t, l.Err())
+		calls := m.take()
+		require.GreaterOrEqual(t, len(calls), 3)
+		assert.Less(t, calls[2].at.Sub(calls[0].at), ttl/2, "two attempts may hang, each for a sixth")
+	})
+}
+
+func TestOneErrorIsNotALoss(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m, locker.WithTTL(6*time.Second))
+		l := lock(t, s, "r")
+		var n atomic.Int32
+		every := func(_ context.Context, c call) error {
+			if n.Add(1)%2 == 1 {
+				return errNetwork
+			}
+			return nil
+		}
+		m.on(every, nil)
+		time.Sleep(time.Minute)
+		assert.NoError(t, l.Err())
+		m.on(nil, every) // the answer is lost, the renewal was made
+		time.Sleep(time.Minute)
+		assert.NoError(t, l.Err())
+	})
+}
+
+func TestAVerdictIsALossAtOnce(t *testing.T) {
+	ctx := context.Background()
+	for name, c := range map[string]struct {
+		do   func(*script)
+		want error
+	}{
+		"forced": {func(m *script) { m.ForceRelease(ctx, "r") }, locker.ErrNotHeld},
+		"stolen": {func(m *script) { m.ForceRelease(ctx, "r"); m.Memory.Acquire(ctx, "r", "thief", time.Hour) }, locker.ErrNotOwner},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := newScript()
+				s := session(t, m, locker.WithTTL(9*time.Second))
+				l, safe := lock(t, s, "r"), lock(t, s, "safe")
+				ctx, cancel := l.Context(t.Context())
+				defer cancel()
+				c.do(m)
+				before, _ := m.Memory.Get(ctx, "r")
+				time.Sleep(3*time.Second + time.Millisecond)
+				synctest.Wait()
+				require.True(t, ended(ctx), "a third of the TTL is the longest a loss goes unseen")
+				assert.ErrorIs(t, context.Cause(ctx), locker.ErrLost)
+				assert.ErrorIs(t, context.Cause(ctx), c.want)
+				assert.NoError(t, safe.Err())
+				err := l.Release(ctx)
+				assert.ErrorIs(t, err, locker.ErrLost)
+				assert.Same(t, err, l.Release(ctx), "the same answer each time")
+				after, _ := m.Memory.Get(t.Context(), "r")
+				assert.Equal(t, before.Token, after.Token, "the new holder is left alone")
+				m.take()
+				time.Sleep(time.Minute)
+				for _, call := range m.take() {
+					assert.NotEqual(t, "r", call.recs[0].Resource, "a lost lease is not renewed")
+				}
+			})
+		})
+	}
+}
+
+func TestManyLeasesAreRenewedInOneRequestWithAVerdictForEach(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const n = 500
+		m := newScript()
+		s := session(t, m, locker.WithTTL(30*time.Second))
+		leases := make([]*locker.Lease, n)
+		for i := range leases {
+			leases[i] = lock(t, s, fmt.Sprint("r", i))
+			time.Sleep(time.Millisecond)
+		}
+		m.ForceRelease(t.Context(), "r7")
+		m.take()
+		time.Sleep(10*time.Second + time.Millisecond)
+		synctest.Wait()
+		assert.Equal(t, 1, m.count("batch"), "taken at different times, renewed together")
+		assert.Equal(t, 1, m.count("renew"), "the one that the batch left out")
+		for i, l := range leases {
+			if i == 7 {
+				assert.ErrorIs(t, l.Err(), locker.ErrNotHeld)
+			} else {
+				assert.NoError(t, l.Err())
+				assert.Greater(t, l.Record().Remaining, 29*time.Second)
+			}
+		}
+		m.take()
+		time.Sleep(10 * time.Second)
+		synctest.Wait()
+		assert.Equal(t, 1, m.count("batch"))
+		assert.Equal(t, 0, m.count("renew"))
+	})
+}
+
+// A transaction that guards one row must not cost the other leases their renewals, nor this one its trust.
+func TestASkippedRowIsRenewedSinglyAndHoldsUpNobody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m, locker.WithTTL(30*time.Second))
+		guarded, free := lock(t, s, "guarded"), lock(t, s, "free")
+		m.ForceRelease(t.Context(), "guarded") // so that the batch leaves it out …
+		m.on(func(ctx context.Context, c call) error {
+			if c.verb == "renew" {
+				select { // … and the single renewal waits, as behind a row lock
+				case <-ctx.Done():
+					return ctx.Err()
+				case <-time.After(4 * time.Second):
+				}
+			}
+			return nil
+		}, nil)
+		time.Sleep(11 * time.Second)
+		assert.NoError(t, guarded.Err(), "skipped is not lost")
+		assert.Greater(t, free.Record().Remaining, 28*time.Second)
+	})
+}
+
+func TestWaitersInAProcessGetTheLockInOrderWithOneWriteEach(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const n = 30
+		m := newScript()
+		s := session(t, m)
+		l := lock(t, s, "r")
+		m.take()
+		var order []int
+		var all sync.WaitGroup
+		for i := range n {
+			all.Go(func() {
+				l, err := s.Lock(t.Context(), "r")
+				if !assert.NoError(t, err) {
+					return
+				}
+				order = append(order, i) // under the lock: the race detector would say if it were not
+				assert.NoError(t, l.Release(t.Context()))
+			})
+			synctest.Wait()
+		}
+		time.Sleep(time.Second)
+		assert.Empty(t, m.take(), "nobody asks the database while the process itself has the lock")
+		first := l.Token()
+		require.NoError(t, l.Release(t.Context()))
+		all.Wait()
+		for i, got := range order {
+			assert.Equal(t, i, got)
+		}
+		assert.Equal(t, n, m.count("handover"))
+		assert.Equal(t, 1, m.count("release"), "the last one's")
+		assert.Equal(t, 0, m.count("acquire"))
+		last := first
+		for _, c := range m.take() {
+			if c.verb == "handover" {
+				assert.GreaterOrEqual(t, c.recs[0].Token, last)
+				last = c.recs[0].Token + 1
+			}
+		}
+	})
+}
+
+func TestOnlyTheFirstInLinePollsAndItOnlyReads(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		held, err := m.Memory.Acquire(t.Context(), "r", "another process", time.Hour)
+		require.NoError(t, err)
+		s := session(t, m)
+		var all sync.WaitGroup
+		for range 20 {
+			all.Go(func() {
+				err := s.Do(t.Context(), "r", func(context.Context, *locker.Lease) error { return nil })
+				assert.NoError(t, err)
+			})
+		}
+		time.Sleep(10 * time.Second)
+		assert.Equal(t, 1, m.count("acquire"), "the first attempt")
+		gets := m.count("get")
+		assert.Less(t, gets, 120, "one poller")
+		assert.Greater(t, gets, 30)
+		require.NoError(t, m.Memory.Release(t.Context(), held))
+		released := time.Now()
+		all.Wait()
+		assert.LessOrEqual(t, time.Since(released), 200*time.Millisecond)
+		assert.Equal(t, 2, m.count("acquire"))
+	})
+}
+
+func TestAWaiterLooksWhenTheHoldersLeaseEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := plain{lockertest.NewMemory()}
+		_, err := m.Acquire(t.Context(), "r", "dead", 42*time.Millisecond)
+		require.NoError(t, err)
+		begin := time.Now()
+		_, err = session(t, m).Lock(t.Context(), "r")
+		require.NoError(t, err)
+		assert.Less(t, time.Since(begin), 50*time.Millisecond)
+	})
+}
+
+func TestALostAnswerOfAHandoverLosesNothing(t *testing.T) {
+	for name, hooks := range map[string][2]func(context.Context, call) error{
+		"request lost": {fail("handover"), nil},
+		"answer lost":  {nil, fail("handover")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := newScript()
+				s := session(t, m)
+				l := lock(t, s, "r")
+				got := make(chan *locker.Lease, 1)
+				go func() {
+					l, err := s.Lock(t.Context(), "r")
+					assert.NoError(t, err)
+					got <- l
+				}()
+				synctest.Wait()
+				m.on(hooks[0], hooks[1])
+				assert.NoError(t, l.Release(t.Context()))
+				next := <-got
+				assert.NoError(t, next.Err())
+				assert.Greater(t, next.Token(), l.Token())
+				rec, err := m.Memory.Get(t.Context(), "r")
+				require.NoError(t, err)
+				assert.Equal(t, next.Token(), rec.Token)
+				m.on(nil, nil)
+				require.NoError(t, next.Release(t.Context()))
+			})
+		})
+	}
+}
+
+func TestAWaiterMayLeaveAtAnyTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m)
+		l := lock(t, s, "r")
+		ctx, cancel := context.WithCancel(t.Context())
+		var all sync.WaitGroup
+		all.Go(func() {
+			_, err := s.Lock(ctx, "r")
+			assert.ErrorIs(t, err, context.Canceled)
+			assert.ErrorIs(t, err, locker.ErrHeld)
+		})
+		synctest.Wait()
+		all.Go(func() {
+			assert.NoError(t, s.Do(t.Context(), "r", func(context.Context, *locker.Lease) error { return nil }))
+		})
+		synctest.Wait()
+		m.on(func(_ context.Context, c call) error {
+			if c.verb == "handover" {
+				cancel() // while the lock is on its way to it
+				time.Sleep(time.Millisecond)
+			}
+			return nil
+		}, nil)
+		require.NoError(t, l.Release(t.Context()))
+		all.Wait()
+		_, err := m.Memory.Get(t.Context(), "r")
+		assert.ErrorIs(t, err, locker.ErrNotHeld, "nothing stays behind")
+	})
+}
+
+func TestHandingOverGivesOtherProcessesTheirChance(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := plain2{lockertest.NewMemory()}
+		ctx, stop := context.WithTimeout(t.Context(), 2*time.Minute)
+		defer stop()
+		var turns [2]int
+		var all sync.WaitGroup
+		for i := range turns {
+			s := session(t, m)
+			for range 8 {
+				all.Go(func() {
+					for ctx.Err() == nil {
+						s.Do(ctx, "r", func(context.Context, *locker.Lease) error {
+							turns[i]++
+							time.Sleep(time.Millisecond)
+							return nil
+						})
+					}
+				})
+			}
+		}
+		all.Wait()
+		assert.Greater(t, turns[0], 5_000)
+		assert.Greater(t, turns[1], 5_000)
+	})
+}
+
+// plain2 is a Locker that hands over, but has no wake-up.
+type plain2 struct{ m *lockertest.Memory }
+
+func (p plain2) Acquire(ctx context.Context, r, o string, ttl time.Duration) (locker.Record, error) {
+	return p.m.Acquire(ctx, r, o, ttl)
+}
+func (p plain2) Renew(ctx context.Context, r locker.Record, ttl time.Duration) (locker.Record, error) {
+	return p.m.Renew(ctx, r, ttl)
+}
+func (p plain2) Release(ctx context.Context, r locker.Record) error { return p.m.Release(ctx, r) }
+func (p plain2) Get(ctx context.Context, r string) (locker.Record, error) {
+	return p.m.Get(ctx, r)
+}
+func (p plain2) Handover(ctx context.Context, r locker.Record, o string, ttl time.Duration) (locker.Record, error) {
+	return p.m.Handover(ctx, r, o, ttl)
+}
+
+func TestWaitingIsBoundedAndSaysWhy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		_, err := m.Memory.Acquire(t.Context(), "r", "another", time.Hour)
+		require.NoError(t, err)
+		s := session(t, m)
+		begin := time.Now()
+		_, err = s.Lock(t.Context(), "r", locker.WithMaxWait(3*time.Second))
+		assert.Equal(t, 3*time.Second, time.Since(begin))
+		assert.ErrorIs(t, err, context.DeadlineExceeded)
+		assert.ErrorIs(t, err, locker.ErrHeld)
+		var held *locker.HeldError
+		require.ErrorAs(t, err, &held)
+		assert.Equal(t, "another", held.Holder.Owner)
+
+		m.on(fail("acquire", "get"), nil)
+		_, err = s.Lock(t.Context(), "other", locker.WithMaxWait(3*time.Second))
+		assert.ErrorIs(t, err, context.DeadlineExceeded)
+		assert.ErrorIs(t, err, errNetwork)
+		assert.NotErrorIs(t, err, locker.ErrHeld)
+
+		permanent := permanentError{errors.New("no such table")}
+		m.on(func(context.Context, call) error { return permanent }, nil)
+		begin = time.Now()
+		_, err = s.Lock(t.Context(), "third")
+		assert.Zero(t, time.Since(begin), "waiting does not cure it")
+		assert.ErrorIs(t, err, permanent)
+		m.on(nil, nil)
+	})
+}
+
+type permanentError struct{ error }
+
+func (permanentError) Permanent() bool { return true }
+
+func TestWaitingGoesOnWhileTheDatabaseIsDown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m)
+		m.on(fail("acquire", "get"), nil)
+		time.AfterFunc(time.Minute, func() { m.on(nil, nil) })
+		begin := time.Now()
+		l, err := s.Lock(t.Context(), "r")
+		require.NoError(t, err)
+		assert.NoError(t, l.Err())
+		assert.Less(t, time.Since(begin), 61*time.Second)
+	})
+}
+
+// The reply of an acquire was lost after it took effect. The same owner asks again; a library that asks under another one blocks itself.
+func TestALostAnswerOfAnAcquireLosesNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m, locker.WithTTL(time.Hour))
+		var n atomic.Int32
+		m.on(nil, func(_ context.Context, c call) error {
+			if c.verb == "acquire" && n.Add(1) <= 3 {
+				return errNetwork
+			}
+			return nil
+		})
+		begin := time.Now()
+		l, err := s.Lock(t.Context(), "r")
+		require.NoError(t, err)
+		assert.Less(t, time.Since(begin), 2*time.Second)
+		rec, err := m.Memory.Get(t.Context(), "r")
+		require.NoError(t, err)
+		assert.Equal(t, l.Token(), rec.Token)
+	})
+}
+
+func TestAnAcquireThatIsGivenUpIsGivenBack(t *testing.T) {
+	for _, late := range []time.Duration{0, 300 * time.Millisecond} { // the statement may even take effect after it was given up
+		t.Run(late.String(), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := newScript()
+				s := session(t, m, locker.WithTTL(time.Hour))
+				m.on(func(ctx context.Context, c call) error {
+					if c.verb == "acquire" {
+						go func() {
+							time.Sleep(late)
+							m.Memory.Acquire(context.Background(), "r", c.owner, time.Hour)
+						}()
+						return errNetwork
+					}
+					return nil
+				}, nil)
+				_, err := s.TryLock(t.Context(), "r")
+				require.ErrorIs(t, err, errNetwork)
+				time.Sleep(3 * time.Second)
+				_, err = m.Memory.Get(t.Context(), "r")
+				assert.ErrorIs(t, err, locker.ErrNotHeld)
+				for _, c := range m.take() {
+					if c.verb == "release" {
+						assert.NotZero(t, c.recs[0].Token, "only the exact grant is freed")
+					}
+				}
+			})
+		})
+	}
+}
+
+// A delayed give-back by owner alone freed a later grant of that owner, and then two held it.
+func TestOwnersAreNeverUsedTwice(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		a, b := session(t, m, locker.WithOwner("worker")), session(t, m, locker.WithOwner("worker"))
+		seen := map[string]bool{}
+		for range 10 {
+			for _, s := range []*locker.Session{a, b} {
+				l := lock(t, s, "r")
+				owner := l.Record().Owner
+				assert.True(t, strings.HasPrefix(owner, "worker/"))
+				assert.False(t, seen[owner])
+				seen[owner] = true
+				_, err := b.TryLock(t.Context(), "r")
+				assert.ErrorIs(t, err, locker.ErrHeld)
+				_, err = a.TryLock(t.Context(), "r")
+				assert.ErrorIs(t, err, locker.ErrHeld)
+				require.NoError(t, l.Release(t.Context()))
+			}
+		}
+	})
+}
+
+func TestDo(t *testing.T) {
+	var errWork = errors.New("work failed")
+	run := func(name string, test func(t *testing.T, m *script, s *locker.Session)) {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := newScript()
+				test(t, m, session(t, m, locker.WithTTL(9*time.Second)))
+				synctest.Wait()
+				m.on(nil, nil)
+				_, err := m.Memory.Get(t.Context(), "r")
+				assert.ErrorIs(t, err, locker.ErrNotHeld, "free afterwards")
+			})
+		})
+	}
+	run("returns what fn returns", func(t *testing.T, m *script, s *locker.Session) {
+		assert.NoError(t, s.Do(t.Context(), "r", func(ctx context.Context, l *locker.Lease) error {
+			_, err := m.Memory.Get(ctx, "r")
+			return errors.Join(err, l.Err())
+		}))
+		assert.Equal(t, errWork, s.Do(t.Context(), "r", func(context.Context, *locker.Lease) error { return errWork }))
+	})
+	run("releases when fn panics", func(t *testing.T, m *script, s *locker.Session) {
+		assert.PanicsWithValue(t, "boom", func() {
+			s.Do(t.Context(), "r", func(context.Context, *locker.Lease) error { panic("boom") })
+		})
+	})
+	run("says that the lease was lost even if fn does not", func(t *testing.T, m *script, s *locker.Session) {
+		for _, result := range []error{nil, errWork} {
+			err := s.Do(t.Context(), "r", func(ctx context.Context, _ *locker.Lease) error {
+				m.ForceRelease(ctx, "r")
+				<-ctx.Done()
+				assert.ErrorIs(t, context.Cause(ctx), locker.ErrLost)
+				return result
+			})
+			assert.ErrorIs(t, err, locker.ErrLost)
+			assert.ErrorIs(t, err, locker.ErrNotHeld)
+			if result != nil {
+				assert.ErrorIs(t, err, errWork)
+			}
+		}
+	})
+	run("says so too if nobody had noticed before the release", func(t *testing.T, m *script, s *locker.Session) {
+		err := s.Do(t.Context(), "r", func(ctx context.Context, _ *locker.Lease) error {
+			m.ForceRelease(ctx, "r")
+			return nil
+		})
+		assert.ErrorIs(t, err, locker.ErrLost)
+	})
+	run("is nil if only the release failed", func(t *testing.T, m *script, s *locker.Session) {
+		assert.NoError(t, s.Do(t.Context(), "r", func(context.Context, *locker.Lease) error {
+			m.on(fail("release"), nil)
+			return nil
+		}))
+		time.Sleep(9 * time.Second)
+	})
+	run("works and releases under a ctx that ended", func(t *testing.T, m *script, s *locker.Session) {
+		ctx, cancel := context.WithCancel(t.Context())
+		assert.ErrorIs(t, s.Do(ctx, "r", func(ctx context.Context, _ *locker.Lease) error {
+			cancel()
+			<-ctx.Done()
+			return ctx.Err()
+		}), context.Canceled)
+	})
+	run("TryDo tells a skip from an ErrHeld of fn", func(t *testing.T, m *script, s *locker.Session) {
+		ran, err := s.TryDo(t.Context(), "r", func(ctx context.Context, _ *locker.Lease) error {
+			ran, err := s.TryDo(ctx, "r", func(context.Context, *locker.Lease) error { panic("held") })
+			assert.False(t, ran)
+			assert.NoError(t, err)
+			return &locker.HeldError{}
+		})
+		assert.True(t, ran)
+		assert.ErrorIs(t, err, locker.ErrHeld)
+	})
+}
+
+func TestReleaseIsIdempotentAndBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m)
+		l := lock(t, s, "r")
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		var all sync.WaitGroup
+		for range 10 {
+			all.Go(func() { assert.NoError(t, l.Release(ctx), "also under a cancelled ctx") })
+		}
+		all.Wait()
+		assert.Equal(t, 1, m.count("release"))
+
+		l = lock(t, s, "r")
+		m.on(nil, fail("release")) // freed, but the answer is lost once: the second finds nothing of ours
+		time.AfterFunc(time.Millisecond, func() { m.on(nil, nil) })
+		assert.NoError(t, l.Release(ctx))
+
+		l = lock(t, s, "r")
+		m.on(hang("release"), nil)
+		begin := time.Now()
+		err := l.Release(ctx)
+		assert.ErrorIs(t, err, context.DeadlineExceeded)
+		assert.NotErrorIs(t, err, locker.ErrLost)
+		assert.LessOrEqual(t, time.Since(begin), 10*time.Second)
+		assert.Equal(t, err, l.Release(ctx))
+		m.on(nil, nil)
+	})
+}
+
+func TestMinHold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m, locker.WithTTL(3*time.Second))
+		begin := time.Now()
+		ran, err := s.TryDo(t.Context(), "cron", func(context.Context, *locker.Lease) error {
+			time.Sleep(4 * time.Second)
+			return nil
+		}, locker.WithMinHold(time.Minute))
+		require.NoError(t, err)
+		require.True(t, ran)
+		assert.Equal(t, 4*time.Second, time.Since(begin))
+		time.Sleep(time.Until(begin.Add(59 * time.Second)))
+		ran, err = s.TryDo(t.Context(), "cron", func(context.Context, *locker.Lease) error { panic("runs twice") })
+		require.NoError(t, err)
+		assert.False(t, ran)
+		_, err = session(t, m).Lock(t.Context(), "cron")
+		require.NoError(t, err)
+		assert.InDelta(t, time.Minute.Seconds(), time.Since(begin).Seconds(), 0.3)
+
+		long := lock(t, s, "long", locker.WithMinHold(time.Second))
+		time.Sleep(2 * time.Second)
+		require.NoError(t, long.Release(t.Context()))
+		_, err = m.Memory.Get(t.Context(), "long")
+		assert.ErrorIs(t, err, locker.ErrNotHeld, "held long enough: released")
+	})
+}
+
+func TestClose(t *testing.T) {
+	t.Run("waits for callbacks, releases, refuses", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			m := newScript()
+			s, err := locker.NewSession(m, locker.WithTTL(3*time.Second))
+			require.NoError(t, err)
+			loose := lock(t, s, "loose")
+			looseCtx, cancel := loose.Context(t.Context())
+			defer cancel()
+			_, err = m.Memory.Acquire(t.Context(), "held", "another", time.Hour)
+			require.NoError(t, err)
+			var all sync.WaitGroup
+			all.Go(func() {
+				assert.NoError(t, s.Do(t.Context(), "r", func(ctx context.Context, l *locker.Lease) error {
+					<-ctx.Done()
+					assert.ErrorIs(t, context.Cause(ctx), locker.ErrClosed)
+					time.Sleep(time.Minute) // winding up takes its time, and the lock stays
+					rec, err := m.Memory.Get(context.WithoutCancel(ctx), "r")
+					assert.NoError(t, err)
+					assert.Equal(t, l.Token(), rec.Token)
+					return nil
+				}))
+			})
+			all.Go(func() {
+				_, err := s.Lock(t.Context(), "held")
+				assert.ErrorIs(t, err, locker.ErrClosed)
+			})
+			time.Sleep(time.Second)
+			begin := time.Now()
+			require.NoError(t, s.Close(t.Context()))
+			assert.Equal(t, time.Minute, time.Since(begin))
+			all.Wait()
+			assert.ErrorIs(t, context.Cause(looseCtx), locker.ErrClosed)
+			assert.ErrorIs(t, loose.Err(), locker.ErrClosed)
+			for _, r := range []string{"r", "loose"} {
+				_, err := m.Memory.Get(t.Context(), r)
+				assert.ErrorIs(t, err, locker.ErrNotHeld)
+			}
+			_, err = s.TryLock(t.Context(), "x")
+			assert.ErrorIs(t, err, locker.ErrClosed)
+			_, err = s.Lock(t.Context(), "x")
+			assert.ErrorIs(t, err, locker.ErrClosed)
+			assert.NoError(t, s.Close(t.Context()), "again")
+		})
+	})
+	t.Run("gives up at the end of ctx and frees nothing under a callback", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			m := newScript()
+			s, err := locker.NewSession(m, locker.WithTTL(3*time.Second))
+			require.NoError(t, err)
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				s.Do(t.Context(), "r", func(ctx context.Context, l *locker.Lease) error {
+					time.Sleep(20 * time.Second)
+					return nil
+				})
+			}()
+			synctest.Wait()
+			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second+time.Millisecond)
+			defer cancel()
+			assert.ErrorIs(t, s.Close(ctx), context.DeadlineExceeded)
+			m.take()
+			_, err = m.Memory.Get(t.Context(), "r")
+			assert.NoError(t, err)
+			time.Sleep(3 * time.Second)
+			_, err = m.Memory.Get(t.Context(), "r")
+			assert.ErrorIs(t, err, locker.ErrNotHeld, "it expires by itself")
+			for _, c := range m.take() {
+				assert.NotEqual(t, "renew", c.verb, "the heartbeat has stopped")
+			}
+			<-done
+		})
+	})
+}
+
+func TestManyGoroutinesOneAtATime(t *testing.T) {
+	m := lockertest.NewMemory()
+	var inside, count atomic.Int32
+	var all sync.WaitGroup
+	for range 3 {
+		s := session(t, m)
+		for range 8 {
+			all.Go(func() {
+				for range 30 {
+					assert.NoError(t, s.Do(t.Context(), "r", func(context.Context, *locker.Lease) error {
+						assert.EqualValues(t, 1, inside.Add(1))
+						count.Add(1)
+						inside.Add(-1)
+						return nil
+					}))
+				}
+			})
+		}
+	}
+	all.Wait()
+	assert.EqualValues(t, 3*8*30, count.Load())
+}
+
+func TestSessionOptionsAreChecked(t *testing.T) {
+	m := lockertest.NewMemory()
+	for name, o := range map[string]locker.SessionOption{
+		"ttl 0":           locker.WithTTL(0),
+		"ttl too long":    locker.WithTTL(locker.MaxTTL + 1),
+		"max wait 0":      locker.WithMaxWait(0),
+		"min hold < 0":    locker.WithMinHold(-1),
+		"owner empty":     locker.WithOwner(""),
+		"owner too long":  locker.WithOwner(strings.Repeat("x", 201)),
+		"owner not UTF-8": locker.WithOwner("\xff"),
+		"no logger":       locker.WithLogger(nil),
+		"skew 0":          locker.WithClockSkew(0),
+		"skew over ttl/2": locker.WithClockSkew(16 * time.Second),
+	} {
+		_, err := locker.NewSession(m, o)
+		assert.ErrorIs(t, err, locker.ErrInvalid, name)
+	}
+	_, err := locker.NewSession(nil)
+	assert.ErrorIs(t, err, locker.ErrInvalid)
+	s := session(t, m, locker.WithClockSkew(10*time.Second))
+	_, err = s.TryLock(t.Context(), "r", locker.WithTTL(15*time.Second))
+	assert.ErrorIs(t, err, locker.ErrInvalid)
+	_, err = s.Lock(t.Context(), "")
+	assert.ErrorIs(t, err, locker.ErrInvalid)
+}
+
+func TestTheMarginIsTheTables(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, skewed{m}, locker.WithTTL(10*time.Second))
+		begin := time.Now()
+		l := lock(t, s, "r")
+		assert.Equal(t, 8*time.Second, l.TrustedUntil().Sub(begin))
+		m.on(fail("renew"), nil)
+		ctx, cancel := l.Context(t.Context())
+		defer cancel()
+		<-ctx.Done()
+		assert.Equal(t, 8*time.Second, time.Since(begin))
+		m.on(nil, nil)
+	})
+}
+
+type skewed struct{ locker.Locker }
+
+func (skewed) ClockSkew() time.Duration { return 2 * time.Second }
