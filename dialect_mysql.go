@@ -3,6 +3,7 @@ package locker
 import (
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
 	"strings"
 
@@ -130,16 +131,20 @@ FROM ` + myList(myGrants) + byName,
 // Check refuses what the statements cannot make up for: names that a collation folds, and a session that never commits.
 func (mysql) Check(ctx context.Context, db *sql.DB, table string) error {
 	var resource, owner string
-	var autocommit bool
-	err := db.QueryRowContext(ctx, `SELECT COLLATION(MAX(resource)), COLLATION(MAX(owner)), @@autocommit FROM `+table).Scan(&resource, &owner, &autocommit)
-	switch {
-	case err != nil:
+	if err := db.QueryRowContext(ctx, `SELECT COLLATION(MAX(resource)), COLLATION(MAX(owner)) FROM `+table).Scan(&resource, &owner); err != nil {
 		return err
-	case resource != "binary" || owner != "binary":
+	}
+	if resource != "binary" || owner != "binary" {
 		return fmt.Errorf("columns resource and owner of %s have collations %s and %s, which may take different names for the same; "+
 			"run ALTER TABLE %[1]s MODIFY resource VARBINARY(255) NOT NULL, MODIFY owner VARBINARY(255) NOT NULL", table, resource, owner)
-	case !autocommit:
-		return fmt.Errorf("autocommit is off in this pool, so no statement would ever be committed; remove autocommit=0 from the DSN")
+	}
+	// By itself: beside an aggregate, MariaDB 10.11 answers 0 whatever it is.
+	var autocommit bool
+	if err := db.QueryRowContext(ctx, `SELECT @@autocommit`).Scan(&autocommit); err != nil {
+		return err
+	}
+	if !autocommit {
+		return errors.New("autocommit is off in this pool, so no statement would ever be committed; remove autocommit=0 from the DSN")
 	}
 	return nil
 }
