@@ -62,17 +62,17 @@ type Statements struct {
 	// ReadFirst: send Get before Acquire and claim only what looked free, because even a refused claim would lock more than a row.
 	ReadFirst bool
 
-	Create  []string // CREATE TABLE IF NOT EXISTS
-	Acquire string   // :resource :owner :ttl → the grant, or the row in the way, or nothing (then Get decides)
-	Renew   string   // :resource :owner :token :ttl → the row renewed, or the row in the way, or nothing
-	Release string   // :resource :owner :token → the row freed, or the row in the way, or nothing
-	Get     string   // :resource → the row, live or not
-	List    string   // :after :limit → live rows by name
-	Idle    string   // :after :limit :idle → resource of rows with expires_at <= now and acquired_at < now − idle, by name
-	Purge   string   // :list :idle → deletes those of the list of which that still holds
+	Create   []string // CREATE TABLE IF NOT EXISTS
+	Acquire  string   // :resource :owner :ttl → the grant, or the row in the way, or nothing (then Get decides)
+	Renew    string   // :resource :owner :token :ttl → the row renewed, or the row in the way, or nothing
+	Release  string   // :resource :owner :token → the row freed, or the row in the way, or nothing
+	Handover string   // :resource :owner :token :next :ttl → a new grant for :next, or the row in the way, or nothing
+	Get      string   // :resource → the row, live or not
+	List     string   // :after :limit → live rows by name
+	Idle     string   // :after :limit :idle → resource of rows with expires_at <= now and acquired_at < now − idle, by name
+	Purge    string   // :list :idle → deletes those of the list of which that still holds
 
 	// Optional; "" falls back to one by one.
-	Handover   string // :resource :owner :token :next :ttl → as Acquire, if the grant is the one named
 	RenewBatch string // :list :ttl → the rows renewed; must skip rows that others have locked
 	GetBatch   string // :list → the rows; with Exec, says which of a RenewBatch were renewed
 }

@@ -54,7 +54,10 @@ func (d database) with(params ...string) database {
 
 func (d database) pool(t testing.TB) *sql.DB {
 	t.Helper()
-	return testdb.Open(t, d.Driver, d.dsn)
+	db := testdb.Open(t, d.Driver, d.dsn)
+	db.SetMaxOpenConns(8)
+	db.SetMaxIdleConns(8) // database/sql keeps two, and makes the others anew for each call
+	return db
 }
 
 // table is a Table on a pool of its own that knows its rows too, for what only SQL can do.

@@ -30,18 +30,21 @@ func (small) Statements(table string) locker.Statements {
 	const idle = ` expires_at <= :now AND acquired_at < :now - :idle`
 	const read = `SELECT resource, owner, acquired_at AS acquired, expires_at AS expires, :now AS now FROM `
 	return locker.Statements{
-		Bind:   sqlx.QUESTION,
-		Create: []string{`CREATE TABLE IF NOT EXISTS ` + table + ` (resource TEXT PRIMARY KEY, owner TEXT, acquired_at INTEGER, expires_at INTEGER)`},
+		Bind:      sqlx.QUESTION,
+		Prepare:   true,
+		ReadFirst: true, // this engine has one write lock for all
+		Create:    []string{`CREATE TABLE IF NOT EXISTS ` + table + ` (resource TEXT PRIMARY KEY, owner TEXT, acquired_at INTEGER, expires_at INTEGER)`},
 		Acquire: `INSERT INTO ` + table + ` AS l VALUES (:resource, :owner, :now, :now + :ttl)
 			ON CONFLICT (resource) DO UPDATE SET
 				owner = excluded.owner, acquired_at = max(l.acquired_at + 1, :now), expires_at = excluded.expires_at
 			WHERE l.owner = excluded.owner OR l.expires_at <= :now` + row,
-		Renew:   `UPDATE ` + table + ` SET expires_at = :now + :ttl` + grant + row,
-		Release: `UPDATE ` + table + ` SET owner = '', expires_at = 0` + grant + row,
-		Get:     read + table + ` WHERE resource = :resource`,
-		List:    read + table + ` WHERE resource > :after AND expires_at > :now ORDER BY resource LIMIT :limit`,
-		Idle:    `SELECT resource FROM ` + table + ` WHERE resource > :after AND` + idle + ` ORDER BY resource LIMIT :limit`,
-		Purge:   `DELETE FROM ` + table + ` WHERE resource IN (SELECT value FROM json_each(:list)) AND` + idle,
+		Renew:    `UPDATE ` + table + ` SET expires_at = :now + :ttl` + grant + row,
+		Release:  `UPDATE ` + table + ` SET owner = '', expires_at = 0` + grant + row,
+		Handover: `UPDATE ` + table + ` SET owner = :next, acquired_at = max(acquired_at + 1, :now), expires_at = :now + :ttl` + grant + row,
+		Get:      read + table + ` WHERE resource = :resource`,
+		List:     read + table + ` WHERE resource > :after AND expires_at > :now ORDER BY resource LIMIT :limit`,
+		Idle:     `SELECT resource FROM ` + table + ` WHERE resource > :after AND` + idle + ` ORDER BY resource LIMIT :limit`,
+		Purge:    `DELETE FROM ` + table + ` WHERE resource IN (SELECT value FROM json_each(:list)) AND` + idle,
 	}
 }
 

@@ -146,9 +146,11 @@ func check(err error) {
 func TestTheSmallDialectPassesTheSuite(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "small.db")
 	lockertest.Run(t, func(t *testing.T) locker.Locker {
-		db, err := sql.Open("sqlite", "file:"+path)
+		db, err := sql.Open("sqlite", "file:"+path+"?_pragma=journal_mode(WAL)&_pragma=synchronous(OFF)&_pragma=busy_timeout(100)")
 		require.NoError(t, err)
 		t.Cleanup(func() { db.Close() })
+		db.SetMaxOpenConns(4)
+		db.SetMaxIdleConns(4)
 		table, err := locker.New(db, small{})
 		require.NoError(t, err)
 		require.NoError(t, table.CreateTable(t.Context()))

@@ -93,7 +93,7 @@ func New(db *sql.DB, d Dialect, opts ...Option) (*Table, error) {
 		{&t.list, "List", t.st.List, false},
 		{&t.idle, "Idle", t.st.Idle, false},
 		{&t.purge, "Purge", t.st.Purge, false},
-		{&t.handover, "Handover", t.st.Handover, true},
+		{&t.handover, "Handover", t.st.Handover, false},
 		{&t.renewBatch, "RenewBatch", t.st.RenewBatch, true},
 		{&t.getBatch, "GetBatch", t.st.GetBatch, !t.st.Exec || t.st.RenewBatch == ""},
 	} {
@@ -265,12 +265,6 @@ func (t *Table) Handover(ctx context.Context, rec Record, owner string, ttl time
 	ttl, err := CheckTTL(ttl)
 	if err != nil {
 		return Record{}, err
-	}
-	if t.handover == nil {
-		if err := t.Release(ctx, rec); err != nil {
-			return Record{}, err
-		}
-		return t.Acquire(ctx, rec.Resource, owner, ttl)
 	}
 	p := params{resource: rec.Resource, owner: rec.Owner, token: rec.Token, next: owner, ttl: ttl.Microseconds()}
 	given := false
@@ -678,7 +672,7 @@ type params struct {
 	token, ttl, idle, limit            int64
 }
 
-func (p *params) value(name string) any {
+func (p *params) value(name string, now int64) any {
 	switch name {
 	case "resource":
 		return p.resource
@@ -699,7 +693,7 @@ func (p *params) value(name string) any {
 	case "limit":
 		return p.limit
 	}
-	return time.Now().UnixMicro() // "now": compile has refused all others
+	return now // compile has refused all others
 }
 
 var paramNames = []string{"resource", "owner", "next", "after", "list", "token", "ttl", "idle", "limit", "now"}
@@ -732,9 +726,10 @@ func compile(text string, bind int, prepare bool) (*statement, error) {
 }
 
 func (s *statement) args(p *params) []any {
+	now := time.Now().UnixMicro() // once: the times of one statement are told by one clock
 	args := make([]any, len(s.names))
 	for i, n := range s.names {
-		args[i] = p.value(n)
+		args[i] = p.value(n, now)
 	}
 	return args
 }
