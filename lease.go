@@ -18,11 +18,11 @@ type Lease struct {
 
 	// Guarded by s.mu.
 	rec     Record
-	trust   time.Time // when it ends, on both clocks
-	due     time.Time // when to renew
-	busy    bool      // a renewal is under way
-	failure error     // of the last renewal, nil if it was confirmed
-	ended   error     // what Err says
+	trust   time.Time     // when it ends, on both clocks
+	due     time.Time     // when to renew
+	busy    chan struct{} // a renewal is under way; closed when it is settled
+	failure error         // of the last renewal, nil if it was confirmed
+	ended   error         // what Err says
 	lost    *LostError
 	cancels map[*context.CancelCauseFunc]struct{} // of the contexts that end with the lease
 
@@ -145,13 +145,21 @@ func (s *Session) release(ctx context.Context, l *Lease) error {
 	}
 	delete(s.leases, l) // not renewed any more; the line stays taken until the database has been told
 	l.end(fmt.Errorf("locker: lease on %q was released: %w", l.rec.Resource, ErrNotHeld))
-	rec := l.rec
 	bound := min(max(time.Until(l.trust.Add(l.margin)), time.Second), 10*time.Second)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), bound)
+	defer cancel()
+	if busy := l.busy; busy != nil { // a renewal that came after what is sent now would undo it
+		s.mu.Unlock()
+		select {
+		case <-busy:
+		case <-ctx.Done():
+		}
+		s.mu.Lock()
+	}
+	rec := l.rec
 	keep := l.minHold - time.Since(l.begin)
 	s.mu.Unlock()
 
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), bound)
-	defer cancel()
 	var err error
 	if keep > 0 {
 		err = s.insist(ctx, l.ttl, func(ctx context.Context) error {

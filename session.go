@@ -129,37 +129,8 @@ func WithLogger(log *slog.Logger) SessionOption {
 	})
 }
 
-// ClockSkewOption is what WithClockSkew returns: an Option and a SessionOption.
-type ClockSkewOption interface {
-	Option
-	SessionOption
-}
-
-type clockSkew time.Duration
-
-func (d clockSkew) check() error {
-	if d <= 0 {
-		return &InvalidError{"clock skew", fmt.Sprintf("is %v; it must be more than 0", time.Duration(d))}
-	}
-	return nil
-}
-
-func (d clockSkew) applyTable(t *Table) error {
-	t.skew = time.Duration(d)
-	return d.check()
-}
-
-func (d clockSkew) applySession(s *Session) error {
-	s.skew = time.Duration(d)
-	return d.check()
-}
-
-// WithClockSkew sets the margin: how far the database's clock may jump forward during a lease, or the nodes of a cluster differ. A
-// Session stops trusting a lease that much before it ends. It belongs to the database, so it is an option of New; a Session takes it
-// from its Table, or as an option of its own. Default: a tenth of the TTL. A TTL must be at least twice as long.
-func WithClockSkew(d time.Duration) ClockSkewOption { return clockSkew(d) }
-
-// NewSession returns a Session that takes its locks from l. Nothing is sent.
+// NewSession returns a Session that takes its locks from l. Nothing is sent. If l has a method ClockSkew() time.Duration, as a Table
+// does, that is the margin, unless it is 0.
 func NewSession(l Locker, opts ...SessionOption) (*Session, error) {
 	if l == nil {
 		return nil, &InvalidError{"locker", "is nil"}
@@ -462,13 +433,13 @@ func (s *Session) beat() (time.Duration, bool) {
 			next = l.trust
 		}
 		switch {
-		case l.busy:
+		case l.busy != nil:
 		case now.Before(l.due):
 			if l.due.Before(next) {
 				next = l.due
 			}
 		default:
-			l.busy = true
+			l.busy = make(chan struct{})
 			if due == nil {
 				due = make(map[time.Duration][]*Lease)
 			}
@@ -551,10 +522,11 @@ func (s *Session) retryTime(ttl time.Duration) time.Time {
 
 // settle takes the answer to a renewal of l that was sent at begin. s.mu is held.
 func (s *Session) settle(l *Lease, rec Record, begin, retry time.Time, err error) {
-	l.busy = false
+	close(l.busy)
+	l.busy = nil
 	if _, held := s.leases[l]; !held {
-		if err == nil && l.lost != nil {
-			l.rec = rec // too late to be trusted, but what Release has to free
+		if err == nil {
+			l.rec = rec // what Release has to free
 		}
 		return
 	}

@@ -538,6 +538,64 @@ func TestAWaiterMayLeaveAtAnyTime(t *testing.T) {
 	})
 }
 
+// While the first in line is asking, a TryLock may come between and be released again. Handed over then, the waiter would have two
+// leases, one of them dead, and Close would wait for ever for the callback of the other.
+func TestAWaiterWhoIsAskingIsNotHandedTo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m)
+		slow := true
+		m.on(func(_ context.Context, c call) error {
+			if c.verb == "acquire" && slow {
+				slow = false
+				time.Sleep(time.Second)
+			}
+			return nil
+		}, nil)
+		done := make(chan error)
+		go func() {
+			done <- s.Do(t.Context(), "r", func(_ context.Context, l *locker.Lease) error {
+				time.Sleep(time.Minute)
+				return l.Err()
+			})
+		}()
+		synctest.Wait()
+		l := lock(t, s, "r")
+		require.NoError(t, l.Release(t.Context()))
+		assert.NoError(t, <-done)
+		assert.Zero(t, m.count("handover"))
+	})
+}
+
+// A hand-over whose answer was lost may have made the waiter the holder; if it leaves now, the lock is given back.
+func TestAWaiterWhoLeavesAfterALostHandoverGivesBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m, locker.WithTTL(time.Hour))
+		l := lock(t, s, "r")
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() {
+			_, err := s.Lock(ctx, "r")
+			done <- err
+		}()
+		synctest.Wait()
+		m.on(fail("acquire", "get"), func(_ context.Context, c call) error {
+			if c.verb == "handover" {
+				return errNetwork
+			}
+			return nil
+		})
+		require.NoError(t, l.Release(t.Context()))
+		cancel()
+		assert.ErrorIs(t, <-done, context.Canceled)
+		m.on(nil, nil)
+		time.Sleep(time.Minute)
+		_, err := m.Memory.Get(t.Context(), "r")
+		assert.ErrorIs(t, err, locker.ErrNotHeld)
+	})
+}
+
 func TestHandingOverGivesOtherProcessesTheirChance(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := plain2{lockertest.NewMemory()}
@@ -841,6 +899,26 @@ func TestMinHold(t *testing.T) {
 	})
 }
 
+// A renewal that is under way when the holder is done must not undo what the release does.
+func TestAReleaseWaitsForTheRenewalUnderWay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m, locker.WithTTL(12*time.Second))
+		l := lock(t, s, "r", locker.WithMinHold(time.Hour))
+		m.on(func(_ context.Context, c call) error {
+			if m.count("renew") == 1 {
+				time.Sleep(time.Second) // the heartbeat's
+			}
+			return nil
+		}, nil)
+		time.Sleep(4*time.Second + time.Millisecond)
+		require.NoError(t, l.Release(t.Context()))
+		time.Sleep(time.Minute)
+		_, err := m.Memory.Get(t.Context(), "r")
+		assert.NoError(t, err, "held for an hour")
+	})
+}
+
 func TestClose(t *testing.T) {
 	t.Run("waits for callbacks, releases, refuses", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
@@ -951,16 +1029,15 @@ func TestSessionOptionsAreChecked(t *testing.T) {
 		"owner too long":  locker.WithOwner(strings.Repeat("x", 201)),
 		"owner not UTF-8": locker.WithOwner("\xff"),
 		"no logger":       locker.WithLogger(nil),
-		"skew 0":          locker.WithClockSkew(0),
-		"skew over ttl/2": locker.WithClockSkew(16 * time.Second),
+		"skew over ttl/2": locker.WithTTL(3 * time.Second),
 	} {
-		_, err := locker.NewSession(m, o)
+		_, err := locker.NewSession(skewed{m}, o)
 		assert.ErrorIs(t, err, locker.ErrInvalid, name)
 	}
 	_, err := locker.NewSession(nil)
 	assert.ErrorIs(t, err, locker.ErrInvalid)
-	s := session(t, m, locker.WithClockSkew(10*time.Second))
-	_, err = s.TryLock(t.Context(), "r", locker.WithTTL(15*time.Second))
+	s := session(t, skewed{m})
+	_, err = s.TryLock(t.Context(), "r", locker.WithTTL(3*time.Second))
 	assert.ErrorIs(t, err, locker.ErrInvalid)
 	_, err = s.Lock(t.Context(), "")
 	assert.ErrorIs(t, err, locker.ErrInvalid)

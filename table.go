@@ -64,6 +64,18 @@ func WithTable(name string) Option {
 	})
 }
 
+// WithClockSkew sets the margin: how far the database's clock may jump forward during a lease, or the nodes of a cluster differ. A
+// Session stops trusting a lease that much before it ends. Default: a tenth of the TTL. A TTL must be at least twice as long.
+func WithClockSkew(d time.Duration) Option {
+	return tableOption(func(t *Table) error {
+		if d <= 0 {
+			return &InvalidError{"clock skew", fmt.Sprintf("is %v; it must be more than 0", d)}
+		}
+		t.skew = d
+		return nil
+	})
+}
+
 // New returns a Table in db. Nothing is sent: the table may be created later, by CreateTable, by a migration with DDL, or by hand.
 func New(db *sql.DB, d Dialect, opts ...Option) (*Table, error) {
 	if db == nil {

@@ -39,8 +39,12 @@ type waiter struct {
 	config lockConfig
 	inDo   bool
 	wake   chan struct{} // holds one
-	lease  *Lease        // handed over
-	gone   bool
+
+	// Guarded by s.mu.
+	asking  bool   // a request for owner is under way, so that nothing may be handed to it
+	unknown bool   // a request for owner ended with an error and may have taken the lock all the same
+	lease   *Lease // handed over
+	gone    bool
 }
 
 // line returns the line of resource. s.mu is held.
@@ -152,7 +156,7 @@ func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOpti
 	ln.waiters = append(ln.waiters, w)
 	s.mu.Unlock()
 
-	l, unknown, err := s.wait(ctx, resource, ln, w)
+	l, err := s.wait(ctx, resource, ln, w)
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -166,14 +170,14 @@ func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOpti
 	if l == nil && w.lease != nil { // handed over at the last moment
 		return w.lease, nil
 	}
-	if unknown {
+	if l == nil && w.unknown {
 		s.giveBack(resource, w.owner)
 	}
 	return l, err
 }
 
-// wait waits until w has the lock. unknown: an acquire ended with an error and may have taken the lock all the same.
-func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter) (l *Lease, unknown bool, err error) {
+// wait waits until w has the lock.
+func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter) (*Lease, error) {
 	var last error // what stood in the way
 	poll := firstPoll
 	asked, warned, early := false, false, false
@@ -185,33 +189,34 @@ func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter
 		var watch *Record // wake up when this one lets go
 		if w.lease != nil {
 			defer s.mu.Unlock()
-			return w.lease, false, nil
+			return w.lease, nil
 		}
 		if refused := s.refusal(resource, w); refused != nil {
 			last = refused
 		}
+		w.asking = mayAsk && delay <= 0 && ctx.Err() == nil && !s.closed
+		asking := w.asking
 		s.mu.Unlock()
 
 		switch {
 		case errors.Is(last, ErrClosed):
-			return nil, unknown, last
-		case ctx.Err() != nil:
+			return nil, last
+		case ctx.Err() != nil && !asking:
 			if last == nil {
-				return nil, unknown, fmt.Errorf("locker: lock %q: %w", resource, ctx.Err())
+				return nil, fmt.Errorf("locker: lock %q: %w", resource, ctx.Err())
 			}
-			return nil, unknown, fmt.Errorf("locker: lock %q: %w: %w", resource, ctx.Err(), last)
+			return nil, fmt.Errorf("locker: lock %q: %w: %w", resource, ctx.Err(), last)
 		case !mayAsk:
 			delay = -1 // until woken
-		case delay <= 0:
-			l, sent, err := s.ask(ctx, resource, w, asked)
+		case asking:
+			l, err := s.ask(ctx, resource, w, asked)
 			if l != nil {
-				return l, false, nil
+				return l, nil
 			}
 			asked = true
 			var held *HeldError
 			switch {
 			case errors.As(err, &held):
-				unknown = false // an answer, and the lock is not w's
 				s.mu.Lock()
 				ln.seen = held.Holder
 				s.mu.Unlock()
@@ -220,11 +225,10 @@ func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter
 					watch = &held.Holder
 				}
 			case isPermanent(err):
-				return nil, unknown || sent, err
+				return nil, err
 			case err == nil:
 				continue // granted too late to be trusted: at once again
 			default:
-				unknown = unknown || sent
 				delay = lastPoll
 				if !warned {
 					s.log.Warn("locker: lock cannot be asked for, trying on", "resource", resource, "error", err)
@@ -243,34 +247,40 @@ func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter
 	}
 }
 
-// ask acquires resource for w once; if w has asked before, it looks first. sent: err leaves the outcome unknown.
-func (s *Session) ask(ctx context.Context, resource string, w *waiter, look bool) (l *Lease, sent bool, err error) {
+// ask acquires resource for w once; if w has asked before, it looks first. Neither a lease nor an error: the grant came too late to be
+// trusted.
+func (s *Session) ask(ctx context.Context, resource string, w *waiter, look bool) (l *Lease, err error) {
 	ctx, cancel := context.WithTimeout(ctx, w.config.ttl/3+time.Millisecond) // then a fresh connection is tried
 	defer cancel()
+	var sent bool
+	var begin time.Time
+	var rec Record
 	if look {
-		rec, err := s.locker.Get(ctx, resource)
-		switch {
-		case errors.Is(err, ErrNotHeld):
-		case err != nil:
-			return nil, false, err
-		case rec.Owner != w.owner: // if it is w's, an acquire whose answer was lost has taken it: acquire again
-			return nil, false, &HeldError{rec}
+		rec, err = s.locker.Get(ctx, resource)
+		if err == nil && rec.Owner != w.owner { // if it is w's, an acquire whose answer was lost has taken it: acquire again
+			err = &HeldError{rec}
 		}
 	}
-	begin := time.Now()
-	rec, err := s.locker.Acquire(ctx, resource, w.owner, w.config.ttl)
-	if err != nil {
-		return nil, !errors.Is(err, ErrHeld) && !errors.Is(err, ErrInvalid), err
+	if err == nil || errors.Is(err, ErrNotHeld) {
+		sent, begin = true, time.Now()
+		rec, err = s.locker.Acquire(ctx, resource, w.owner, w.config.ttl)
 	}
+
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	l = s.adopt(rec, begin, w.config, w.inDo)
-	if l == nil {
-		// Given back, so that owner must not be used again.
-		w.owner = s.owner()
-		return nil, false, nil
+	w.asking = false
+	switch {
+	case err == nil:
+		if l = s.adopt(rec, begin, w.config, w.inDo); l == nil {
+			w.owner = s.owner() // given back, and so never to be used again
+		}
+		w.unknown = false
+	case errors.Is(err, ErrHeld), errors.Is(err, ErrInvalid):
+		w.unknown = false
+	default:
+		w.unknown = w.unknown || sent
 	}
-	return l, false, nil
+	return l, err
 }
 
 // sleep waits for d (d < 0: for ever), for watch to let go, a wake-up, the end of ctx or of the session. It reports whether it was woken.
@@ -351,12 +361,13 @@ func (s *Session) handOver(ctx context.Context, l *Lease, rec Record) error {
 	return err
 }
 
-// nextInLine takes the first waiter out of the line, or returns nil if there is none or if it is time to let other processes have a go.
+// nextInLine takes the first waiter out of the line. It returns nil if there is none, if it is asking by itself already (the remnant of a
+// TryLock that came between), or if it is time to let other processes have a go.
 func (s *Session) nextInLine(resource string) *waiter {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	ln := s.lines[resource]
-	if ln == nil || len(ln.waiters) == 0 || s.closed {
+	if ln == nil || len(ln.waiters) == 0 || ln.waiters[0].asking || s.closed {
 		return nil
 	}
 	switch {
@@ -377,6 +388,7 @@ func (s *Session) backInLine(resource string, ln *line, w *waiter) {
 		s.giveBack(resource, w.owner)
 		return
 	}
+	w.unknown = true
 	ln.waiters = slices.Insert(ln.waiters, 0, w)
 	w.nudge()
 }
