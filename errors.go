@@ -115,3 +115,6 @@ func isPermanent(err error) bool {
 	var p interface{ Permanent() bool }
 	return errors.Is(err, ErrInvalid) || errors.Is(err, ErrClosed) || errors.As(err, &p) && p.Permanent()
 }
+
+// bare is the text of err without the prefix that the error it goes into has already.
+func bare(err error) string { return strings.TrimPrefix(err.Error(), "locker: ") }

@@ -62,7 +62,8 @@ import (
 //
 // An error that is none of the sentinels below (a dropped connection, an ended context) leaves the outcome unknown: the statement
 // may have taken effect. Every verb may be sent again with the same arguments: the same owner acquires again, a renewal finds
-// owner and token, a second release finds nothing of its own.
+// owner and token, a second release finds nothing of its own. An error that has a method Permanent() bool which returns true (no table,
+// no privilege) says that this will not help until somebody changes the set-up; a Session stops waiting at one.
 //
 // Implementations are safe for concurrent use.
 type Locker interface {
@@ -147,7 +148,7 @@ type LostError struct {
 }
 
 func (e *LostError) Error() string {
-	return fmt.Sprintf("locker: lease on %q (token %d) lost: %v", e.Lease.Resource, e.Lease.Token, e.Err)
+	return fmt.Sprintf("locker: lease on %q (token %d) lost: %s", e.Lease.Resource, e.Lease.Token, bare(e.Err))
 }
 
 // Is reports whether target is ErrLost.

@@ -32,7 +32,8 @@ const DefaultTable = "distributed_locks"
 type Table struct {
 	db      *sqlx.DB
 	dialect Dialect
-	name    string // quoted
+	name    string // as it was given, for messages
+	quoted  string
 	skew    time.Duration
 	st      Statements
 
@@ -59,7 +60,8 @@ func (o tableOption) applyTable(t *Table) error { return o(t) }
 // those is doubled: `"odd.schema".locks`.
 func WithTable(name string) Option {
 	return tableOption(func(t *Table) (err error) {
-		t.name, err = quoteTable(t.dialect, name)
+		t.name = name
+		t.quoted, err = quoteTable(t.dialect, name)
 		return err
 	})
 }
@@ -91,7 +93,7 @@ func New(db *sql.DB, d Dialect, opts ...Option) (*Table, error) {
 		}
 	}
 	// sqlx takes ":" for the start of a parameter, and "::" for a colon.
-	t.st = d.Statements(strings.ReplaceAll(t.name, ":", "::"))
+	t.st = d.Statements(strings.ReplaceAll(t.quoted, ":", "::"))
 	for _, s := range []struct {
 		to       **statement
 		name     string
@@ -206,8 +208,8 @@ func (t *Table) CreateTable(ctx context.Context) error {
 		pause(ctx, n)
 	}
 	if c, ok := t.dialect.(Checker); ok {
-		if err := c.Check(ctx, t.db.DB, t.name); err != nil {
-			return fmt.Errorf("locker: table %s: %w", t.name, err)
+		if err := c.Check(ctx, t.db.DB, t.quoted); err != nil {
+			return fmt.Errorf("locker: table %q: %w", t.name, err)
 		}
 	}
 	return nil

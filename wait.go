@@ -176,6 +176,26 @@ func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOpti
 	return l, err
 }
 
+// waitError is the end of a wait: by ctx, and what stood in the way, if anything had answered.
+type waitError struct {
+	resource   string
+	ended, why error
+}
+
+func (e *waitError) Error() string {
+	if e.why == nil {
+		return fmt.Sprintf("locker: lock %q: %v", e.resource, e.ended)
+	}
+	return fmt.Sprintf("locker: lock %q: %v: %s", e.resource, e.ended, bare(e.why))
+}
+
+func (e *waitError) Unwrap() []error {
+	if e.why == nil {
+		return []error{e.ended}
+	}
+	return []error{e.ended, e.why}
+}
+
 // wait waits until w has the lock.
 func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter) (*Lease, error) {
 	var last error // what stood in the way
@@ -202,10 +222,7 @@ func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter
 		case errors.Is(last, ErrClosed):
 			return nil, last
 		case ctx.Err() != nil && !asking:
-			if last == nil {
-				return nil, fmt.Errorf("locker: lock %q: %w", resource, ctx.Err())
-			}
-			return nil, fmt.Errorf("locker: lock %q: %w: %w", resource, ctx.Err(), last)
+			return nil, &waitError{resource, ctx.Err(), last}
 		case !mayAsk:
 			delay = -1 // until woken
 		case asking:
