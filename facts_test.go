@@ -439,6 +439,38 @@ func TestADatabaseInMemoryNeedsOneConnection(t *testing.T) {
 	assert.NoError(t, tb.CreateTable(t.Context()))
 }
 
+// A lease so short that it is over when the answer comes was granted or renewed all the same, once.
+func TestAShortLeaseIsGrantedOnce(t *testing.T) {
+	for _, e := range testdb.Engines(t) {
+		t.Run(e.Name, func(t *testing.T) {
+			tb := fresh(t, e).table(t)
+			for i := range 50 {
+				name := fmt.Sprint(i)
+				rec := acquire(t, tb, name)
+				_, err := tb.Renew(t.Context(), rec, time.Millisecond)
+				require.NoError(t, err)
+				require.Eventually(t, func() bool {
+					_, err := tb.Get(t.Context(), name)
+					return errors.Is(err, locker.ErrNotHeld)
+				}, time.Minute, time.Millisecond)
+			}
+			// After a clock that was set back a token lies ahead, and the next one is it + 1.
+			execute(t, tb.db, "UPDATE distributed_locks SET acquired_at = acquired_at + "+map[string]string{
+				"postgres": "interval '1 hour'", "mysql": "INTERVAL 1 HOUR", "sqlite": "3600000000",
+			}[e.Name])
+			before := make([]int64, 50)
+			for i := range before {
+				rec, err := tb.Acquire(t.Context(), fmt.Sprint(i), "o", time.Millisecond)
+				require.NoError(t, err)
+				before[i] = rec.Token
+			}
+			for i := range before {
+				assert.Equal(t, before[i]+1, acquire(t, tb, fmt.Sprint(i)).Token)
+			}
+		})
+	}
+}
+
 // A table that somebody made with a folding collation takes different names for the same.
 func TestAnUnsafeTableIsRefused(t *testing.T) {
 	d := fresh(t, testdb.MySQL(t))

@@ -523,11 +523,14 @@ func (t *Table) Ping(ctx context.Context) error {
 // errAgain says that an attempt decided nothing because another session came between.
 var errAgain = errors.New("another session came between")
 
-// grant runs an attempt until it decides, and returns the record of the row it won. One statement reads its clock early (on MySQL and SQLite
-// before it waits for the row, on PostgreSQL when it inserts behind an uncommitted DELETE), so an attempt that took, or left, too
-// little of the ttl is made again: the lease that is returned is a full one.
+// grant runs an attempt until it decides, and returns the record of the row it won. A statement may read its clock before it waits for
+// the row (MySQL and SQLite do; PostgreSQL when it inserts behind an uncommitted DELETE). So an attempt that waited until too little
+// of the ttl was left is made again: the lease that is returned is a full one.
 func (t *Table) grant(ctx context.Context, verb, resource string, ttl time.Duration, attempt func() (row, error)) (Record, error) {
-	const most = 3 // on a link so slow that every attempt takes that long, the last one has to do
+	const (
+		most = 3                     // on a link so slow that every attempt takes that long, the last one has to do
+		wait = 25 * time.Millisecond // less is the way to the database, not a wait in it
+	)
 	var rec Record
 	tries := 0
 	err := t.retry(ctx, verb, resource, func() error {
@@ -538,7 +541,7 @@ func (t *Table) grant(ctx context.Context, verb, resource string, ttl time.Durat
 		}
 		took := time.Since(begin)
 		tries++
-		if left := micros(r.Expires - r.Now); tries < most && min(left, ttl-took) < ttl-ttl/4 {
+		if left := min(micros(r.Expires-r.Now), ttl-took); tries < most && took > wait && left < ttl-ttl/4 {
 			return errAgain
 		}
 		rec = r.record(took)
@@ -601,15 +604,19 @@ func (t *Table) send(ctx context.Context, s *statement, p params, owner string) 
 		return row{}, err
 	case id == ExecRefused || id == 0 && s != t.acquire:
 		return t.refused(ctx, p)
-	case id == 0 || id&ExecMoved != 0:
+	case id == 0: // an engine that does not say
 		r, err := t.read(ctx, p.resource)
-		r.Refused = !r.live() || !r.isGrant(owner, id&^ExecMoved)
+		r.Refused = !r.live() || r.Owner != owner
+		return r, err
+	case id&ExecMoved != 0:
+		r, err := t.read(ctx, p.resource)
+		r.Refused = !r.isGrant(owner, id&^ExecMoved)
 		return r, err
 	case s == t.renew && p.token != 0:
 		return row{Resource: p.resource, Owner: owner, Acquired: p.token, Expires: id, Now: id - p.ttl}, nil
 	case s == t.renew: // token 0: only the row knows which grant it was
 		r, err := t.read(ctx, p.resource)
-		r.Refused = !r.live() || !r.isGrant(owner, 0)
+		r.Refused = r.Owner != owner
 		return r, err
 	default:
 		return row{Resource: p.resource, Owner: owner, Acquired: id, Expires: id + p.ttl, Now: id}, nil
