@@ -77,8 +77,9 @@ type Statements struct {
 	GetBatch   string // :list → the rows; with Exec, says which of a RenewBatch were renewed
 }
 
-// What the LastInsertId of an Exec statement says. 0 is no answer (no such row, or an engine that does not report it): Get decides.
-// Any other number is the new acquired_at (Acquire, Handover) or the new expires_at (Renew, RenewBatch) in microseconds.
+// What the LastInsertId of an Exec statement says. 0: there is no such row; of Acquire also that the engine does not report a fresh
+// insert, and Get decides. Any other number is the new acquired_at (Acquire, Handover) or the new expires_at (Renew, RenewBatch) in
+// microseconds.
 const (
 	ExecRefused = 1       // the row is in the way
 	ExecMoved   = 1 << 62 // this bit is added to an acquired_at that is not now but the one before + 1 µs: Get has the rest

@@ -128,15 +128,31 @@ FROM ` + myList(myGrants) + byName,
 	}
 }
 
-// Check refuses what the statements cannot make up for: names that a collation folds, and a session that never commits.
+// Check refuses what the statements cannot make up for: a key that lets a name in twice, columns that fold or cut names or times, and
+// a session that never commits.
 func (mysql) Check(ctx context.Context, db *sql.DB, table string) error {
-	var resource, owner string
-	if err := db.QueryRowContext(ctx, `SELECT COLLATION(MAX(resource)), COLLATION(MAX(owner)) FROM `+table).Scan(&resource, &owner); err != nil {
+	rows, err := sqlx.NewDb(db, "mysql").QueryxContext(ctx, `SHOW COLUMNS FROM `+table)
+	if err != nil {
 		return err
 	}
-	if resource != "binary" || owner != "binary" {
-		return fmt.Errorf("columns resource and owner of %s have collations %s and %s, which may take different names for the same; "+
-			"run ALTER TABLE %[1]s MODIFY resource VARBINARY(255) NOT NULL, MODIFY owner VARBINARY(255) NOT NULL", table, resource, owner)
+	defer rows.Close()
+	for rows.Next() {
+		c := make(map[string]any)
+		if err := rows.MapScan(c); err != nil {
+			return err
+		}
+		column, is := fmt.Sprintf("%s", c["Field"]), strings.ToLower(fmt.Sprintf("%s, key %s", c["Type"], c["Key"]))
+		want, known := map[string]string{
+			"resource": "varbinary(255), key pri", "owner": "varbinary(255), key ",
+			"acquired_at": "datetime(6), key ", "expires_at": "datetime(6), key ",
+		}[column]
+		if known && is != want {
+			return fmt.Errorf("column %s is %s, not %s (a folding collation or a short column takes different names for the same, "+
+				"another key lets a name in twice or keeps it out); drop the table and let CreateTable make it", column, is, want)
+		}
+	}
+	if err := rows.Err(); err != nil {
+		return err
 	}
 	// By itself: beside an aggregate, MariaDB 10.11 answers 0 whatever it is.
 	var autocommit bool

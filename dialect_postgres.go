@@ -1,6 +1,9 @@
 package locker
 
 import (
+	"context"
+	"database/sql"
+	"fmt"
 	"strings"
 
 	"github.com/jmoiron/sqlx"
@@ -121,4 +124,28 @@ WITH want AS (
 )
 SELECT ` + pgRow("clock_timestamp()") + ` FROM done`,
 	}
+}
+
+// Check refuses columns whose types would fold names (citext, a nondeterministic collation) or times.
+func (postgres) Check(ctx context.Context, db *sql.DB, table string) error {
+	rows, err := db.QueryContext(ctx, `
+SELECT a.attname, format_type(a.atttypid, NULL), coalesce(c.collisdeterministic, true)
+FROM pg_attribute AS a LEFT JOIN pg_collation AS c ON c.oid = a.attcollation
+WHERE a.attrelid = to_regclass($1) AND a.attname IN ('resource', 'owner', 'acquired_at', 'expires_at')`, table)
+	if err != nil {
+		return err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var column, is string
+		var exact bool
+		if err := rows.Scan(&column, &is, &exact); err != nil {
+			return err
+		}
+		want := map[bool]string{true: "timestamp with time zone", false: "text"}[strings.HasSuffix(column, "_at")]
+		if is != want || !exact {
+			return fmt.Errorf("column %s is %s, not %s with a deterministic collation; drop the table and let CreateTable make it", column, is, want)
+		}
+	}
+	return rows.Err()
 }

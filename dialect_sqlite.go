@@ -96,7 +96,7 @@ func (sqlite) Check(ctx context.Context, db *sql.DB, table string) error {
 		return err
 	}
 	if file == "" {
-		return errors.New("this database is in memory, where every connection of the pool may have one of its own; call db.SetMaxOpenConns(1)")
+		return errors.New("this database is in memory, where every connection of the pool may have one of its own; call db.SetMaxOpenConns(1), and leave its ConnMaxLifetime and ConnMaxIdleTime at 0")
 	}
 	return nil
 }

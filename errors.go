@@ -57,7 +57,14 @@ func numberField(err error, name string) int {
 // value that the server refuses. Everything else (the network, a server that restarts, is read-only after a fail-over or has no
 // room) may pass, and so may what this function does not know.
 func permanent(err error) bool {
+	if strings.Contains(err.Error(), "sql: database is closed") { // database/sql exports no value for it
+		return true
+	}
 	if state := sqlState(err); len(state) == 5 {
+		switch state {
+		case "0A000", "26000", "42P05": // prepared statements: the table was altered, or a pooler has changed the connection
+			return false
+		}
 		switch state[:2] {
 		case "08", // connection exception
 			"25", // invalid transaction state: read_only_sql_transaction after a fail-over

@@ -139,7 +139,7 @@ func (s *Session) release(ctx context.Context, l *Lease) error {
 	if !held {
 		defer s.mu.Unlock()
 		if !errors.Is(l.lost.Err, ErrNotHeld) && !errors.Is(l.lost.Err, ErrNotOwner) {
-			s.giveBack(l.rec.Resource, l.rec.Owner) // no verdict: it may be l's still
+			s.giveBack(l.rec.Resource, l.rec.Owner, l.ttl) // no verdict: it may be l's still
 		}
 		return l.lost
 	}
@@ -148,22 +148,31 @@ func (s *Session) release(ctx context.Context, l *Lease) error {
 	bound := min(max(time.Until(l.trust.Add(l.margin)), time.Second), 10*time.Second)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), bound)
 	defer cancel()
-	if busy := l.busy; busy != nil { // a renewal that came after what is sent now would undo it
+	hold := l.minHold > time.Since(l.begin)
+	busy := l.busy
+	if hold && busy != nil { // a renewal that comes after what is sent now would undo it
 		s.mu.Unlock()
 		select {
 		case <-busy:
-		case <-ctx.Done():
+			busy = nil
+		case <-time.After(time.Second):
 		}
 		s.mu.Lock()
 	}
 	rec := l.rec
-	keep := l.minHold - time.Since(l.begin)
+	owner := s.owner()
 	s.mu.Unlock()
 
 	var err error
-	if keep > 0 {
-		err = s.insist(ctx, l.ttl, func(ctx context.Context) error {
-			_, err := s.locker.Renew(ctx, rec, keep)
+	if hold {
+		hand, can := s.locker.(Handoverer)
+		err = s.insist(ctx, l.ttl, func(ctx context.Context) (err error) {
+			keep := max(l.minHold-time.Since(l.begin), MinTTL)
+			if busy != nil && can { // that renewal may come yet, but not for a new grant
+				_, err = hand.Handover(ctx, rec, owner, keep)
+			} else {
+				_, err = s.locker.Renew(ctx, rec, keep)
+			}
 			return err
 		})
 	} else {

@@ -35,7 +35,8 @@ type Session struct {
 	seq     int64
 	closed  bool
 	stopped bool
-	closing chan struct{} // closed with closed
+	open    context.Context // ends with Close
+	close   context.CancelFunc
 	kick    chan struct{} // wakes the heartbeat; holds one
 	beating bool          // the heartbeat runs, which it does while there are leases
 	leases  map[*Lease]struct{}
@@ -43,8 +44,10 @@ type Session struct {
 	lines   map[string]*line            // by resource
 
 	wakeAt  time.Time     // when the heartbeat looks next
-	jobs    int           // goroutines of the session: the heartbeat, renewals, give-backs
+	jobs    int           // what Close waits for: calls that ask for a lock, the heartbeat, renewals, give-backs
 	drained chan struct{} // closed when jobs is 0, if somebody waits for that
+	refused bool          // the last batch of renewals failed
+	returns chan struct{} // has a place for the give-back that asks the database
 
 	callbacks sync.WaitGroup // of Do
 }
@@ -145,7 +148,7 @@ func NewSession(l Locker, opts ...SessionOption) (*Session, error) {
 		log:     slog.New(slog.DiscardHandler),
 		label:   fmt.Sprintf("%.150s:%d", host, os.Getpid()),
 		lock:    lockConfig{ttl: DefaultTTL},
-		closing: make(chan struct{}),
+		returns: make(chan struct{}, 1),
 		kick:    make(chan struct{}, 1),
 		leases:  make(map[*Lease]struct{}),
 		beats:   make(map[time.Duration]time.Time),
@@ -155,10 +158,14 @@ func NewSession(l Locker, opts ...SessionOption) (*Session, error) {
 		s.skew = t.ClockSkew()
 	}
 	for _, o := range opts {
+		if o == nil {
+			return nil, &InvalidError{"option", "is nil"}
+		}
 		if err := o.applySession(s); err != nil {
 			return nil, err
 		}
 	}
+	s.open, s.close = context.WithCancel(context.Background())
 	if _, err := s.margin(s.lock.ttl); err != nil {
 		return nil, err
 	}
@@ -186,6 +193,9 @@ func (s *Session) config(resource string, opts []LockOption) (lockConfig, error)
 		return c, err
 	}
 	for _, o := range opts {
+		if o == nil {
+			return c, &InvalidError{"option", "is nil"}
+		}
 		if err := o.applyLock(&c); err != nil {
 			return c, err
 		}
@@ -225,9 +235,8 @@ func (s *Session) Do(ctx context.Context, resource string, fn func(context.Conte
 // TryDo is Do without waiting: ran is false, and err nil, if resource is held. So an ErrHeld from inside fn is not taken for a skip.
 func (s *Session) TryDo(ctx context.Context, resource string, fn func(context.Context, *Lease) error, opts ...LockOption) (ran bool, err error) {
 	l, err := s.tryLock(ctx, resource, opts, true)
-	var held *HeldError
 	switch {
-	case errors.As(err, &held):
+	case errors.Is(err, ErrHeld):
 		return false, nil
 	case err != nil:
 		return false, err
@@ -248,6 +257,9 @@ func (s *Session) call(ctx context.Context, l *Lease, fn func(context.Context, *
 			s.log.Warn("locker: release failed, the TTL will free it", "resource", l.Record().Resource, "error", released)
 		}
 	}()
+	if inside.Err() != nil { // between the grant and here
+		return context.Cause(inside)
+	}
 	return fn(inside, l)
 }
 
@@ -256,10 +268,8 @@ func (s *Session) call(ctx context.Context, l *Lease, fn func(context.Context, *
 // same, and what is left expires by itself; a lock is never released under a running callback.
 func (s *Session) Close(ctx context.Context) error {
 	s.mu.Lock()
-	if !s.closed {
-		s.closed = true
-		close(s.closing)
-	}
+	s.closed = true
+	s.close()
 	for l := range s.leases {
 		l.end(fmt.Errorf("locker: lease on %q: %w", l.rec.Resource, ErrClosed))
 	}
@@ -335,33 +345,52 @@ func (s *Session) background(f func()) {
 		f()
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		if s.jobs--; s.jobs == 0 && s.drained != nil {
-			close(s.drained)
-			s.drained = nil
-		}
+		s.jobDone()
 	}()
+}
+
+// jobDone is the end of what was counted in s.jobs. s.mu is held.
+func (s *Session) jobDone() {
+	if s.jobs--; s.jobs == 0 && s.drained != nil {
+		close(s.drained)
+		s.drained = nil
+	}
+}
+
+// report logs without waiting for the handler, which may block: a full pipe must not keep a lease's context from ending. s.mu is held.
+func (s *Session) report(level slog.Level, message string, args ...any) {
+	if s.log.Enabled(context.Background(), level) {
+		s.background(func() { s.log.Log(context.Background(), level, message, args...) })
+	}
 }
 
 // parallel is how many single requests a session has under way at once where there is no batch.
 const parallel = 8
 
-// adopt makes a lease of a grant that was asked for at begin. It returns nil, and gives the grant back, if it cannot be trusted any
+// adopt makes a lease of a grant that was asked for at begin. It returns nil, and gives the grant back, if that cannot be trusted any
 // more or the session is closed: its owner must not be used again then. s.mu is held.
 func (s *Session) adopt(rec Record, begin time.Time, c lockConfig, inDo bool) *Lease {
 	margin, _ := s.margin(c.ttl)
 	l := &Lease{s: s, ttl: c.ttl, margin: margin, minHold: c.minHold, begin: begin, rec: rec, trust: begin.Add(c.ttl - margin)}
-	now := time.Now()
-	if s.closed || l.over(now) {
-		s.giveBack(rec.Resource, rec.Owner)
+	ln := s.line(rec.Resource)
+	older := ln.holder != nil && ln.holder.rec.Token > rec.Token // forced, then granted again, and the answers crossed
+	if older || s.closed || l.over(time.Now()) {
+		s.giveBack(rec.Resource, rec.Owner, c.ttl)
+		s.next(rec.Resource, ln)
 		return nil
+	}
+	if before := ln.holder; before != nil {
+		if _, held := s.leases[before]; held {
+			ln.holder = l // so that nobody is woken
+			s.lose(before, ErrNotOwner)
+		}
 	}
 	if inDo {
 		s.callbacks.Add(1)
 	}
 	s.leases[l] = struct{}{}
 	s.schedule(l, begin)
-	ln := s.line(rec.Resource)
-	ln.holder = l
+	ln.holder, ln.why = l, nil
 	switch {
 	case !s.beating:
 		s.beating = true
@@ -460,6 +489,7 @@ func (s *Session) beat() (time.Duration, bool) {
 // renew renews leases of one TTL, in one request if the Locker can, and settles each of them. One attempt gets a sixth of the TTL, so
 // that one half-open connection cannot eat all of the trust.
 func (s *Session) renew(ttl time.Duration, leases []*Lease, recs []Record) {
+	failure := errUnconfirmed
 	if batch, ok := s.locker.(BatchRenewer); ok && len(leases) > 1 {
 		begin := time.Now()
 		ctx, cancel := context.WithTimeout(context.Background(), ttl/6)
@@ -470,34 +500,49 @@ func (s *Session) renew(ttl time.Duration, leases []*Lease, recs []Record) {
 			byName[r.Resource] = r
 		}
 		s.mu.Lock()
+		// Those that a batch leaves out are lost, or skipped because a transaction has locked the row: only a single renewal says which.
+		// And an engine may not know the batch's statement, or one record spoil it for all.
+		singly := err == nil || s.refused || isPermanent(err)
+		s.refused = err != nil
 		retry := s.retryTime(ttl)
 		var rest []*Lease
 		var restRecs []Record
 		for i, l := range leases {
-			r, ok := byName[l.rec.Resource]
+			r, ok := byName[recs[i].Resource]
 			switch {
 			case ok && r.Owner == recs[i].Owner:
 				s.settle(l, r, begin, retry, nil)
-			case err != nil:
-				s.settle(l, r, begin, retry, err)
-			default:
+			case singly:
 				rest, restRecs = append(rest, l), append(restRecs, recs[i])
+			default:
+				s.settle(l, r, begin, retry, err)
 			}
 		}
 		s.mu.Unlock()
 		s.wake()
-		leases, recs = rest, restRecs // lost, or skipped because a transaction has locked the row: only a single renewal says which
+		leases, recs = rest, restRecs
+		if err != nil {
+			failure = err
+		}
 	}
 	next := make(chan int, len(leases))
 	for i := range leases {
 		next <- i
 	}
 	close(next)
+	begin := time.Now()
 	var workers sync.WaitGroup
 	for range min(len(leases), parallel) {
 		workers.Go(func() {
 			for i := range next {
-				s.renewOne(leases[i], recs[i])
+				if i >= parallel && time.Since(begin) > ttl/6 {
+					// Rows that block must not keep the others waiting behind them: they are due again, in a batch if there is one.
+					s.mu.Lock()
+					s.settle(leases[i], Record{}, begin, time.Now(), failure)
+					s.mu.Unlock()
+					continue
+				}
+				s.renewOne(leases[i], recs[i], len(leases) > parallel)
 			}
 		})
 	}
@@ -505,9 +550,16 @@ func (s *Session) renew(ttl time.Duration, leases []*Lease, recs []Record) {
 	s.wake()
 }
 
-func (s *Session) renewOne(l *Lease, rec Record) {
+// renewOne renews l by itself. One of many gets a short attempt if it was confirmed the last time.
+func (s *Session) renewOne(l *Lease, rec Record, many bool) {
+	s.mu.Lock()
+	limit := min(l.ttl/6, time.Until(l.trust))
+	if many && l.failure == nil {
+		limit = min(l.ttl/30, limit)
+	}
+	s.mu.Unlock()
 	begin := time.Now()
-	ctx, cancel := context.WithTimeout(context.Background(), min(l.ttl/6, time.Until(l.TrustedUntil())))
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	r, err := s.locker.Renew(ctx, rec, l.ttl)
 	cancel()
 	s.mu.Lock()
@@ -533,7 +585,7 @@ func (s *Session) settle(l *Lease, rec Record, begin, retry time.Time, err error
 	switch {
 	case err == nil:
 		if l.failure != nil {
-			s.log.Info("locker: renewed again", "resource", rec.Resource, "token", rec.Token)
+			s.report(slog.LevelInfo, "locker: renewed again", "resource", rec.Resource, "token", rec.Token)
 		}
 		l.rec, l.failure = rec, nil
 		l.trust = begin.Add(l.ttl - l.margin)
@@ -542,7 +594,7 @@ func (s *Session) settle(l *Lease, rec Record, begin, retry time.Time, err error
 		s.lose(l, err)
 	default:
 		if l.failure == nil {
-			s.log.Warn("locker: renewal failed, trying on", "resource", l.rec.Resource, "token", l.rec.Token,
+			s.report(slog.LevelWarn, "locker: renewal failed, trying on", "resource", l.rec.Resource, "token", l.rec.Token,
 				"trusted_for", time.Until(l.trust), "error", err)
 		}
 		l.failure = err
@@ -554,8 +606,9 @@ func (s *Session) settle(l *Lease, rec Record, begin, retry time.Time, err error
 func (s *Session) lose(l *Lease, cause error) {
 	l.lost = &LostError{Lease: l.rec, Err: cause}
 	l.end(l.lost)
+	l.ended = l.lost // also where Close has ended the contexts before
 	s.drop(l)
-	s.log.Warn("locker: lease lost", "resource", l.rec.Resource, "token", l.rec.Token, "error", cause)
+	s.report(slog.LevelWarn, "locker: lease lost", "resource", l.rec.Resource, "token", l.rec.Token, "error", cause)
 }
 
 // drop takes l from the heartbeat and lets the next in line look. s.mu is held.
@@ -569,27 +622,31 @@ func (s *Session) drop(l *Lease) {
 
 // giveBack frees, in the background, what an acquire for owner may have taken although it ended with an error. The statement may even
 // take effect after this has looked, so it looks more than once. Owners are never used again, so nobody else's grant is freed; and
-// what is missed has no renewer and ends with its TTL.
-func (s *Session) giveBack(resource, owner string) {
+// what is missed has no renewer and ends with its TTL. One asks at a time: the pool is the renewals'. s.mu is held.
+func (s *Session) giveBack(resource, owner string, ttl time.Duration) {
 	s.background(func() {
+		limit, cancel := context.WithTimeout(context.Background(), min(ttl, 10*time.Second))
+		defer cancel()
 		for _, delay := range []time.Duration{0, 20 * time.Millisecond, 100 * time.Millisecond, 500 * time.Millisecond, 2 * time.Second} {
 			select {
 			case <-time.After(delay):
-			case <-s.closing: // no time left: look now
+			case <-s.open.Done(): // no time left: look now
 			}
-			ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+			select {
+			case s.returns <- struct{}{}:
+			case <-limit.Done():
+				return
+			}
+			ctx, cancel := context.WithTimeout(limit, 2*time.Second)
 			rec, err := s.locker.Get(ctx, resource)
+			done := err == nil // another has it
 			if err == nil && rec.Owner == owner {
-				err = s.locker.Release(ctx, rec)
-				cancel()
-				if err == nil {
-					return
-				}
-				continue
+				done = s.locker.Release(ctx, rec) == nil
 			}
 			cancel()
-			if err == nil {
-				return // another has it
+			<-s.returns
+			if done || isPermanent(err) {
+				return
 			}
 		}
 	})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -1062,3 +1063,276 @@ func TestTheMarginIsTheTables(t *testing.T) {
 type skewed struct{ locker.Locker }
 
 func (skewed) ClockSkew() time.Duration { return 2 * time.Second }
+
+// A slow or blocked log handler must not keep a context from ending: losses are logged when things go wrong, and then handlers block.
+func TestALogHandlerThatBlocksHoldsUpNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		unblock := make(chan struct{})
+		s := session(t, m, locker.WithTTL(10*time.Second), locker.WithLogger(slog.New(blocking{unblock})))
+		l := lock(t, s, "r")
+		ctx, cancel := l.Context(t.Context())
+		defer cancel()
+		m.on(fail("renew"), nil)
+		<-ctx.Done()
+		assert.Equal(t, 9*time.Second, time.Since(l.Record().AcquiredAt).Round(time.Millisecond))
+		close(unblock)
+		m.on(nil, nil)
+	})
+}
+
+type blocking struct{ until chan struct{} }
+
+func (blocking) Enabled(context.Context, slog.Level) bool { return true }
+func (b blocking) Handle(context.Context, slog.Record) error {
+	<-b.until
+	return nil
+}
+func (b blocking) WithAttrs([]slog.Attr) slog.Handler { return b }
+func (b blocking) WithGroup(string) slog.Handler      { return b }
+
+// When Close returns, nothing that the session has asked for stays held: a process that exits then must not block a name for a TTL.
+func TestCloseLeavesNothingBehind(t *testing.T) {
+	for _, waiting := range []bool{true, false} {
+		t.Run(fmt.Sprint("waiting ", waiting), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := newScript()
+				s, err := locker.NewSession(m, locker.WithTTL(time.Hour))
+				require.NoError(t, err)
+				m.on(nil, func(ctx context.Context, c call) error { // granted, but the answer does not come
+					if c.verb == "acquire" {
+						if !waiting {
+							<-ctx.Done()
+						}
+						return errNetwork
+					}
+					return nil
+				})
+				done := make(chan error)
+				go func() {
+					take := s.TryLock
+					if waiting {
+						take = s.Lock
+					}
+					_, err := take(t.Context(), "r")
+					done <- err
+				}()
+				synctest.Wait()
+				require.NoError(t, s.Close(t.Context()))
+				_, err = m.Memory.Get(t.Context(), "r")
+				assert.ErrorIs(t, err, locker.ErrNotHeld)
+				assert.ErrorIs(t, <-done, locker.ErrClosed)
+			})
+		})
+	}
+}
+
+// An engine without the batch's statement, or one record that spoils it, must not cost all leases.
+func TestLeasesAreRenewedSinglyWhereTheBatchFails(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m, locker.WithTTL(30*time.Second))
+		m.on(fail("batch"), nil)
+		a, b := lock(t, s, "a"), lock(t, s, "b")
+		time.Sleep(10 * time.Minute)
+		assert.NoError(t, a.Err())
+		assert.NoError(t, b.Err())
+	})
+}
+
+// Rows that block, however many, cost no other lease its renewal.
+func TestBlockedRowsHoldUpNoOtherLease(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, plain{m}, locker.WithTTL(30*time.Second))
+		var free []*locker.Lease
+		for i := range 80 {
+			l := lock(t, s, fmt.Sprint(i))
+			if i%2 == 0 {
+				free = append(free, l)
+			}
+		}
+		m.on(func(ctx context.Context, c call) error {
+			if c.verb == "renew" && strings.ContainsAny(c.recs[0].Resource[len(c.recs[0].Resource)-1:], "13579") {
+				<-ctx.Done()
+				return ctx.Err()
+			}
+			return nil
+		}, nil)
+		time.Sleep(2 * time.Minute)
+		for _, l := range free {
+			assert.NoError(t, l.Err(), l.Record().Resource)
+		}
+		m.on(nil, nil)
+	})
+}
+
+// What is said of a held lock is true when it is said.
+func TestTheAnswerForThoseBehindTheFirstInLine(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		_, err := m.Memory.Acquire(t.Context(), "r", "another", time.Second)
+		require.NoError(t, err)
+		s := session(t, plain{m})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() {
+			_, err := s.Lock(ctx, "r")
+			done <- err
+		}()
+		synctest.Wait()
+		m.on(fail("acquire", "get"), nil)
+		_, err = s.TryLock(t.Context(), "r")
+		var held *locker.HeldError
+		require.ErrorAs(t, err, &held)
+		assert.Equal(t, "another", held.Holder.Owner)
+		assert.Positive(t, held.Holder.Remaining)
+		time.Sleep(time.Minute) // its lease is long over, and nobody knows who has it now
+		_, err = s.TryLock(t.Context(), "r")
+		assert.ErrorIs(t, err, errNetwork)
+		assert.NotErrorIs(t, err, locker.ErrHeld)
+		_, err = s.Lock(t.Context(), "r", locker.WithMaxWait(time.Second))
+		assert.ErrorIs(t, err, context.DeadlineExceeded)
+		assert.ErrorIs(t, err, errNetwork, "the second in line says why as well")
+		cancel()
+		assert.ErrorIs(t, <-done, context.Canceled)
+		m.on(nil, nil)
+	})
+}
+
+// A look that is cut off by the end of the wait does not hide what stood in the way.
+func TestAWaitThatEndsDuringALookSaysHeld(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		_, err := m.Memory.Acquire(t.Context(), "r", "another", time.Hour)
+		require.NoError(t, err)
+		m.on(func(ctx context.Context, c call) error {
+			if c.verb != "get" {
+				return nil
+			}
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-time.After(time.Second):
+				return nil
+			}
+		}, nil)
+		_, err = session(t, plain{m}).Lock(t.Context(), "r", locker.WithMaxWait(3500*time.Millisecond))
+		assert.ErrorIs(t, err, context.DeadlineExceeded)
+		assert.ErrorIs(t, err, locker.ErrHeld)
+	})
+}
+
+// Granted, forced, granted again, and the first answer comes last: only the newer lease may be trusted.
+func TestCrossedAnswersLeaveOneLease(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m)
+		var n atomic.Int32
+		m.on(nil, func(_ context.Context, c call) error {
+			if c.verb == "acquire" && n.Add(1) == 1 {
+				time.Sleep(time.Second)
+			}
+			return nil
+		})
+		done := make(chan error)
+		go func() {
+			_, err := s.TryLock(t.Context(), "r")
+			done <- err
+		}()
+		synctest.Wait()
+		m.ForceRelease(t.Context(), "r")
+		l := lock(t, s, "r")
+		assert.Error(t, <-done)
+		assert.NoError(t, l.Err())
+		time.Sleep(time.Minute)
+		assert.NoError(t, l.Err())
+	})
+}
+
+// A Waiter that wakes too early makes nobody spin.
+func TestEarlyWakeUpsDoNotSpin(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		_, err := m.Memory.Acquire(t.Context(), "r", "another", time.Hour)
+		require.NoError(t, err)
+		s := session(t, early{m})
+		_, err = s.Lock(t.Context(), "r", locker.WithMaxWait(10*time.Second))
+		assert.ErrorIs(t, err, locker.ErrHeld)
+		assert.Less(t, m.count("get"), 250)
+	})
+}
+
+type early struct{ *script }
+
+func (early) WaitFree(context.Context, locker.Record) error { return nil }
+
+func TestDoDoesNotStartUnderAContextThatEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m)
+		ctx, cancel := context.WithCancel(t.Context())
+		m.on(nil, func(_ context.Context, c call) error {
+			if c.verb == "acquire" {
+				cancel()
+			}
+			return nil
+		})
+		err := s.Do(ctx, "r", func(context.Context, *locker.Lease) error { panic("runs") })
+		assert.ErrorIs(t, err, context.Canceled)
+		_, err = m.Memory.Get(t.Context(), "r")
+		assert.ErrorIs(t, err, locker.ErrNotHeld)
+	})
+}
+
+// After Close the contexts have ended already; a loss on top of that is what Err says.
+func TestALossAfterCloseIsSaid(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s, err := locker.NewSession(m, locker.WithTTL(3*time.Second))
+		require.NoError(t, err)
+		done := make(chan error)
+		go func() {
+			done <- s.Do(t.Context(), "r", func(ctx context.Context, l *locker.Lease) error {
+				<-ctx.Done()
+				assert.ErrorIs(t, l.Err(), locker.ErrClosed)
+				m.ForceRelease(t.Context(), "r")
+				time.Sleep(2 * time.Second)
+				assert.ErrorIs(t, l.Err(), locker.ErrLost)
+				return nil
+			})
+		}()
+		synctest.Wait()
+		require.NoError(t, s.Close(t.Context()))
+		assert.ErrorIs(t, <-done, locker.ErrLost)
+	})
+}
+
+// A half-open connection under a renewal does not cost the release its time.
+func TestAReleaseDoesNotWaitForARenewalThatHangs(t *testing.T) {
+	for _, hold := range []time.Duration{0, time.Hour} {
+		synctest.Test(t, func(t *testing.T) {
+			m := newScript()
+			s := session(t, m, locker.WithTTL(10*time.Minute))
+			l := lock(t, s, "r", locker.WithMinHold(hold))
+			var n atomic.Int32
+			m.on(func(_ context.Context, c call) error {
+				if c.verb == "renew" && n.Add(1) == 1 {
+					time.Sleep(30 * time.Second) // it arrives at last, late
+				}
+				return nil
+			}, nil)
+			time.Sleep(200*time.Second + time.Millisecond)
+			begin := time.Now()
+			require.NoError(t, l.Release(t.Context()))
+			assert.LessOrEqual(t, time.Since(begin), time.Second)
+			time.Sleep(11 * time.Minute)
+			_, err := m.Memory.Get(t.Context(), "r")
+			if hold == 0 {
+				assert.ErrorIs(t, err, locker.ErrNotHeld)
+			} else {
+				assert.NoError(t, err)
+			}
+		})
+	}
+}

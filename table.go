@@ -88,6 +88,9 @@ func New(db *sql.DB, d Dialect, opts ...Option) (*Table, error) {
 	}
 	t := &Table{db: sqlx.NewDb(db, d.Name()), dialect: d}
 	for _, o := range append([]Option{WithTable(DefaultTable)}, opts...) {
+		if o == nil {
+			return nil, &InvalidError{"option", "is nil"}
+		}
 		if err := o.applyTable(t); err != nil {
 			return nil, err
 		}
@@ -284,7 +287,11 @@ func (t *Table) Handover(ctx context.Context, rec Record, owner string, ttl time
 	given := false
 	return t.grant(ctx, "hand over", rec.Resource, ttl, func() (row, error) {
 		if given { // that took too long to be a full lease: prolong it
-			return t.change(ctx, t.renew, p, owner)
+			r, err := t.change(ctx, t.renew, p, owner)
+			if errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner) {
+				err = fmt.Errorf("given to %q, whose lease is over already: %v", owner, err) // no verdict on rec
+			}
+			return r, err
 		}
 		r, err := t.change(ctx, t.handover, p, owner)
 		if err == nil {
@@ -299,6 +306,10 @@ func (t *Table) Release(ctx context.Context, rec Record) error {
 	if err := CheckGrant(rec); err != nil {
 		return err
 	}
+	return t.free(ctx, rec)
+}
+
+func (t *Table) free(ctx context.Context, rec Record) error {
 	p := params{resource: rec.Resource, owner: rec.Owner, token: rec.Token}
 	return t.retry(ctx, "release", rec.Resource, func() error {
 		if !t.st.Exec {
@@ -469,9 +480,12 @@ func (t *Table) ForceRelease(ctx context.Context, resource string) (Record, erro
 			return Record{}, err
 		}
 		// Only the grant that was read is freed, so the record returned is the one that was evicted.
-		err = t.Release(ctx, holder)
-		if err == nil || !errors.Is(err, ErrNotHeld) && !errors.Is(err, ErrNotOwner) {
-			return holder, err
+		err = t.free(ctx, holder)
+		switch {
+		case err == nil:
+			return holder, nil
+		case !errors.Is(err, ErrNotHeld) && !errors.Is(err, ErrNotOwner):
+			return Record{}, err
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package locker
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -27,7 +28,8 @@ const (
 type line struct {
 	holder  *Lease // the session's own lease, also while it is being released
 	waiters []*waiter
-	seen    Record // the holder that the first in line saw last
+	why     error     // what stood in the way of the first in line the last time
+	until   time.Time // if that is a *HeldError: when its lease is over
 
 	handovers int       // in a row
 	since     time.Time // the first of them
@@ -85,31 +87,40 @@ func (s *Session) tryLock(ctx context.Context, resource string, opts []LockOptio
 	if err != nil {
 		return nil, err
 	}
-	s.mu.Lock()
-	owner := s.owner()
-	err = s.refusal(resource, nil)
-	s.mu.Unlock()
-	if err != nil {
-		return nil, err
-	}
 	margin, _ := s.margin(c.ttl)
 	ctx, cancel := context.WithTimeout(ctx, c.ttl-margin) // later, the grant would be of no use
 	defer cancel()
-	begin := time.Now()
-	rec, err := s.locker.Acquire(ctx, resource, owner, c.ttl)
+	defer context.AfterFunc(s.open, cancel)()
+
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err == nil {
+	ln := s.lines[resource]
+	switch {
+	case s.closed:
+		return nil, closedError(resource)
+	case ln != nil && ln.holder != nil:
+		return nil, &HeldError{ln.holder.now()}
+	case ln != nil && errors.Is(ln.obstacle(), ErrHeld): // those in line come first
+		return nil, ln.obstacle()
+	}
+	s.jobs++
+	defer s.jobDone()
+	owner := s.owner()
+	begin := time.Now()
+	s.mu.Unlock()
+	rec, err := s.locker.Acquire(ctx, resource, owner, c.ttl)
+	s.mu.Lock()
+	switch {
+	case err == nil:
 		if l := s.adopt(rec, begin, c, inDo); l != nil {
 			return l, nil
 		}
-		if s.closed {
-			return nil, closedError(resource)
-		}
-		return nil, fmt.Errorf("locker: lock %q: the answer took longer than the lease of %v can be trusted", resource, c.ttl)
+		err = fmt.Errorf("locker: lock %q: the answer took longer than the lease of %v can be trusted", resource, c.ttl)
+	case !errors.Is(err, ErrHeld) && !isPermanent(err):
+		s.giveBack(resource, owner, c.ttl)
 	}
-	if !errors.Is(err, ErrHeld) && !errors.Is(err, ErrInvalid) {
-		s.giveBack(resource, owner)
+	if s.closed && !errors.Is(err, ErrHeld) {
+		err = closedError(resource)
 	}
 	return nil, err
 }
@@ -118,22 +129,19 @@ func closedError(resource string) error {
 	return fmt.Errorf("locker: lock %q: %w", resource, ErrClosed)
 }
 
-// refusal is why resource cannot be asked for now without asking the database, or nil. w is the waiter who asks, if he is in line. s.mu
-// is held.
-func (s *Session) refusal(resource string, w *waiter) error {
-	if s.closed {
-		return closedError(resource)
+// obstacle is what stood in the way of the first in line the last time, if that may still be so. s.mu is held.
+func (ln *line) obstacle() error {
+	var held *HeldError
+	if !errors.As(ln.why, &held) {
+		return ln.why
 	}
-	ln := s.lines[resource]
-	switch {
-	case ln == nil:
+	left := time.Until(ln.until)
+	if left <= 0 {
 		return nil
-	case ln.holder != nil:
-		return &HeldError{ln.holder.now()}
-	case len(ln.waiters) > 0 && ln.waiters[0] != w && ln.seen.Owner != "":
-		return &HeldError{ln.seen}
 	}
-	return nil
+	holder := held.Holder
+	holder.Remaining = left
+	return &HeldError{holder}
 }
 
 func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOption, inDo bool) (*Lease, error) {
@@ -154,12 +162,14 @@ func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOpti
 	w := &waiter{owner: s.owner(), config: c, inDo: inDo, wake: make(chan struct{}, 1)}
 	ln := s.line(resource)
 	ln.waiters = append(ln.waiters, w)
+	s.jobs++
 	s.mu.Unlock()
 
 	l, err := s.wait(ctx, resource, ln, w)
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	defer s.jobDone()
 	w.gone = true
 	if i := slices.Index(ln.waiters, w); i >= 0 {
 		ln.waiters = slices.Delete(ln.waiters, i, i+1)
@@ -171,7 +181,7 @@ func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOpti
 		return w.lease, nil
 	}
 	if l == nil && w.unknown {
-		s.giveBack(resource, w.owner)
+		s.giveBack(resource, w.owner, c.ttl)
 	}
 	return l, err
 }
@@ -203,62 +213,69 @@ func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter
 	asked, warned, early := false, false, false
 	for {
 		s.mu.Lock()
-		first := len(ln.waiters) > 0 && ln.waiters[0] == w
-		mayAsk := first && ln.holder == nil
-		delay := time.Until(ln.pause)
-		var watch *Record // wake up when this one lets go
 		if w.lease != nil {
 			defer s.mu.Unlock()
 			return w.lease, nil
 		}
-		if refused := s.refusal(resource, w); refused != nil {
-			last = refused
+		delay := time.Duration(-1) // until woken
+		switch first := len(ln.waiters) > 0 && ln.waiters[0] == w; {
+		case s.closed:
+			s.mu.Unlock()
+			return nil, closedError(resource)
+		case ln.holder != nil:
+			last = &HeldError{ln.holder.now()}
+		case first:
+			delay = max(0, time.Until(ln.pause))
+		default:
+			last = cmp.Or(ln.obstacle(), last)
 		}
-		w.asking = mayAsk && delay <= 0 && ctx.Err() == nil && !s.closed
-		asking := w.asking
+		if ctx.Err() != nil {
+			last = cmp.Or(last, ln.obstacle())
+			s.mu.Unlock()
+			return nil, &waitError{resource, ctx.Err(), last}
+		}
+		w.asking = delay == 0
 		s.mu.Unlock()
 
-		switch {
-		case errors.Is(last, ErrClosed):
-			return nil, last
-		case ctx.Err() != nil && !asking:
-			return nil, &waitError{resource, ctx.Err(), last}
-		case !mayAsk:
-			delay = -1 // until woken
-		case asking:
+		var watch *Record // wake up when this one lets go
+		if delay == 0 {
 			l, err := s.ask(ctx, resource, w, asked)
-			if l != nil {
-				return l, nil
-			}
 			asked = true
 			var held *HeldError
 			switch {
+			case l != nil:
+				return l, nil
+			case err == nil: // granted too late to be trusted: at once again
+				continue
+			case ctx.Err() != nil && last != nil: // cut off: the obstacle is the one before
+				continue
 			case errors.As(err, &held):
-				s.mu.Lock()
-				ln.seen = held.Holder
-				s.mu.Unlock()
 				delay = held.Holder.Remaining + time.Millisecond
 				if !early {
 					watch = &held.Holder
 				}
 			case isPermanent(err):
 				return nil, err
-			case err == nil:
-				continue // granted too late to be trusted: at once again
 			default:
 				delay = lastPoll
-				if !warned {
+				if !warned && !errors.Is(err, ErrHeld) {
 					s.log.Warn("locker: lock cannot be asked for, trying on", "resource", resource, "error", err)
 					warned = true
 				}
 			}
 			last = err
+			s.mu.Lock()
+			ln.why = err
+			if held != nil {
+				ln.until = time.Now().Add(held.Holder.Remaining)
+			}
+			s.mu.Unlock()
 			delay = min(delay, poll/2+rand.N(poll/2))
 			poll = min(2*poll, lastPoll)
 		}
 		woken := s.sleep(ctx, w, delay, watch)
-		early = woken && watch != nil // do not spin on wake-ups that come too early
-		if woken {
+		early = woken == byHolder // do not spin on wake-ups that come too early
+		if woken == byLine {
 			poll = firstPoll
 		}
 	}
@@ -269,6 +286,7 @@ func (s *Session) wait(ctx context.Context, resource string, ln *line, w *waiter
 func (s *Session) ask(ctx context.Context, resource string, w *waiter, look bool) (l *Lease, err error) {
 	ctx, cancel := context.WithTimeout(ctx, w.config.ttl/3+time.Millisecond) // then a fresh connection is tried
 	defer cancel()
+	defer context.AfterFunc(s.open, cancel)()
 	var sent bool
 	var begin time.Time
 	var rec Record
@@ -292,40 +310,53 @@ func (s *Session) ask(ctx context.Context, resource string, w *waiter, look bool
 			w.owner = s.owner() // given back, and so never to be used again
 		}
 		w.unknown = false
-	case errors.Is(err, ErrHeld), errors.Is(err, ErrInvalid):
+	case errors.Is(err, ErrHeld):
 		w.unknown = false
 	default:
-		w.unknown = w.unknown || sent
+		w.unknown = w.unknown || sent && !isPermanent(err)
 	}
 	return l, err
 }
 
-// sleep waits for d (d < 0: for ever), for watch to let go, a wake-up, the end of ctx or of the session. It reports whether it was woken.
-func (s *Session) sleep(ctx context.Context, w *waiter, d time.Duration, watch *Record) bool {
+type wakeUp int
+
+const (
+	byTimer wakeUp = iota
+	byHolder
+	byLine
+)
+
+// sleep waits for d (d < 0: for ever), for watch to let go, a wake-up, the end of ctx or of the session.
+func (s *Session) sleep(ctx context.Context, w *waiter, d time.Duration, watch *Record) wakeUp {
 	var timer <-chan time.Time
 	if d >= 0 {
 		timer = time.After(d)
 	}
 	var free chan struct{}
 	if waiter, ok := s.locker.(Waiter); ok && watch != nil {
-		ctx, cancel := context.WithCancel(ctx)
-		defer cancel()
 		free = make(chan struct{})
+		ctx, cancel := context.WithCancel(ctx)
+		defer func() {
+			cancel()
+			<-free
+		}()
 		go func() {
-			if waiter.WaitFree(ctx, *watch) == nil {
-				close(free)
+			defer close(free)
+			if waiter.WaitFree(ctx, *watch) != nil {
+				<-ctx.Done() // there is no wake-up to be had, so the timer wakes
 			}
 		}()
 	}
 	select {
-	case <-timer:
-		return false
 	case <-free:
+		return byHolder
 	case <-w.wake:
+		return byLine
+	case <-timer:
 	case <-ctx.Done():
-	case <-s.closing:
+	case <-s.open.Done():
 	}
-	return true
+	return byTimer
 }
 
 // handOver ends the grant rec of l: to the next in line if there is one, by a release if not.
@@ -337,21 +368,28 @@ func (s *Session) handOver(ctx context.Context, l *Lease, rec Record) error {
 		if w == nil {
 			break
 		}
-		begin := time.Now()
+		owner, begin := w.owner, time.Now()
 		attempt, cancel := context.WithTimeout(ctx, max(l.ttl/6, 100*time.Millisecond))
-		given, err := hand.Handover(attempt, rec, w.owner, w.config.ttl)
+		given, err := hand.Handover(attempt, rec, owner, w.config.ttl)
 		cancel()
-		s.mu.Lock()
-		ln := s.line(rec.Resource)
-		if err != nil {
-			s.backInLine(rec.Resource, ln, w)
-			s.mu.Unlock()
-			if mine && (errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner)) {
-				return err
-			}
+		verdict := errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner)
+		if err != nil && !verdict {
 			// The answer was lost. If w has the lock now, it finds that out by its owner; if not, this frees it.
 			err = s.insist(ctx, l.ttl, func(ctx context.Context) error { return s.locker.Release(ctx, rec) })
-			if errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner) {
+			if errors.Is(err, ErrNotOwner) {
+				if now, getErr := s.locker.Get(ctx, rec.Resource); getErr != nil || now.Owner == owner {
+					err = nil
+				}
+			}
+			verdict = errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner)
+			given = Record{}
+		}
+		s.mu.Lock()
+		ln := s.line(rec.Resource)
+		if given.Owner == "" {
+			s.backInLine(rec.Resource, ln, w)
+			s.mu.Unlock()
+			if verdict && !mine {
 				return nil
 			}
 			return err
@@ -402,7 +440,7 @@ func (s *Session) nextInLine(resource string) *waiter {
 // backInLine puts w, who may have got the lock under its owner, in front again. s.mu is held.
 func (s *Session) backInLine(resource string, ln *line, w *waiter) {
 	if w.gone {
-		s.giveBack(resource, w.owner)
+		s.giveBack(resource, w.owner, w.config.ttl)
 		return
 	}
 	w.unknown = true
