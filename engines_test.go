@@ -98,6 +98,7 @@ func (tb table) Block(ctx context.Context, resource string) (func(), error) {
 	begin, lock := "BEGIN", "SELECT owner FROM distributed_locks WHERE resource = "+tb.bind()
 	switch tb.e.Name {
 	case "postgres":
+		begin += " ISOLATION LEVEL READ COMMITTED" // whatever the default is, this is not to fail
 		lock += " FOR SHARE"
 	case "mysql":
 		lock += " LOCK IN SHARE MODE"
