@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"fmt"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -23,6 +24,16 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func dialect(e testdb.Engine) locker.Dialect {
 	return map[string]func() locker.Dialect{"postgres": locker.Postgres, "mysql": locker.MySQL, "sqlite": locker.SQLite}[e.Name]()
+}
+
+// servers is the engines that are servers. The test is skipped where there is none.
+func servers(t testing.TB) []testdb.Engine {
+	t.Helper()
+	all := slices.DeleteFunc(testdb.Engines(t), func(e testdb.Engine) bool { return e.Name == "sqlite" })
+	if len(all) == 0 {
+		t.Skip("no server here")
+	}
+	return all
 }
 
 // A database is a fresh one of an engine, for pools and Tables as many as a test wants.

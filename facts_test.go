@@ -58,7 +58,7 @@ func number(t *testing.T, db *sql.DB, query string) (n int64) {
 
 // A claim that had to wait behind an uncommitted DELETE was computed before the wait: of its lease nothing, or little, was left.
 func TestAClaimBehindAnUncommittedDeleteIsAFullLease(t *testing.T) {
-	for _, e := range []testdb.Engine{testdb.Postgres(t), testdb.MySQL(t)} {
+	for _, e := range servers(t) {
 		t.Run(e.Name, func(t *testing.T) {
 			const ttl = time.Second
 			tb := fresh(t, e).table(t)
@@ -245,7 +245,7 @@ func TestALeaseMayEndAfter2038(t *testing.T) {
 
 // A call that ended with an error may have taken the lock all the same: the same owner asks again.
 func TestAnErroredAcquireIsUnknown(t *testing.T) {
-	for _, e := range []testdb.Engine{testdb.Postgres(t), testdb.MySQL(t)} {
+	for _, e := range servers(t) {
 		t.Run(e.Name, func(t *testing.T) {
 			d := fresh(t, e)
 			direct := d.table(t)
@@ -285,7 +285,7 @@ func TestAnErroredAcquireIsUnknown(t *testing.T) {
 // One row that a transaction held in share mode stopped a batch of 1,000 renewals for 2.7 s; batches that locked in different orders
 // deadlocked; and without its hints the batch scanned the table, and then locked all of it.
 func TestABatchWaitsForNoRowAndTouchesOnlyItsOwn(t *testing.T) {
-	for _, e := range []testdb.Engine{testdb.Postgres(t), testdb.MySQL(t)} {
+	for _, e := range servers(t) {
 		t.Run(e.Name, func(t *testing.T) {
 			tb := fresh(t, e).table(t)
 			var recs []locker.Record

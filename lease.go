@@ -100,8 +100,8 @@ func (l *Lease) Release(ctx context.Context) error {
 	return l.released
 }
 
-// over reports whether trust has ended at now. The monotonic clock stands still while a machine is suspended, the wall clock can be
-// set back: whichever is later counts.
+// over reports whether trust has ended at now, by either clock. The monotonic one stands still while a machine is suspended, the wall
+// clock may be set back; set forward it ends trust early, which costs work but not safety.
 func (l *Lease) over(now time.Time) bool {
 	return !now.Before(l.trust) || !now.Round(0).Before(l.trust.Round(0))
 }

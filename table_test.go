@@ -212,7 +212,7 @@ func TestASetUpErrorIsNotHeld(t *testing.T) {
 // One statement and one round trip a verb, won or lost, with the driver's default DSN. The MySQL dialect may read once more to say
 // why a change was refused.
 func TestRoundTrips(t *testing.T) {
-	for _, e := range []testdb.Engine{testdb.Postgres(t), testdb.MySQL(t)} {
+	for _, e := range servers(t) {
 		t.Run(e.Name, func(t *testing.T) {
 			d := fresh(t, e)
 			w := testdb.Proxy(t, d.dsn)
@@ -402,7 +402,7 @@ func TestTenThousandLeasesAreTenStatementsARound(t *testing.T) {
 	if testing.Short() {
 		t.Skip("long")
 	}
-	for _, e := range []testdb.Engine{testdb.Postgres(t), testdb.MySQL(t)} {
+	for _, e := range servers(t) {
 		t.Run(e.Name, func(t *testing.T) {
 			const n = 10_000
 			d := fresh(t, e)
