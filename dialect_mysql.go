@@ -85,9 +85,10 @@ func (mysql) Statements(table string) Statements {
 
 		// The plain upsert: a refused one changes nothing and writes no redo. (PostgreSQL's guard, INSERT … SELECT … WHERE NOT EXISTS,
 		// made 3,337 deadlocks in 3 s here.) VALUES(), which MySQL 8.0.20 deprecates, because MariaDB has no row alias.
+		// Where autocommit is off nothing would be committed and everybody granted: NULL is an error then.
 		Acquire: `
 INSERT INTO ` + table + ` (resource, owner, acquired_at, expires_at)
-VALUES (:resource, :owner, DATE'1970-01-01' + INTERVAL LAST_INSERT_ID(` + myMicros(myNow) + `) MICROSECOND, ` + myNow + ` + ` + myTTL + `)
+VALUES (:resource, :owner, DATE'1970-01-01' + INTERVAL LAST_INSERT_ID(` + myMicros(myNow) + `) MICROSECOND, IF(@@autocommit, ` + myNow + ` + ` + myTTL + `, NULL))
 ON DUPLICATE KEY UPDATE
 	acquired_at = IF(LAST_INSERT_ID(IF(` + myClaimable + `, ` + myToken + `, 1)) = 1, acquired_at, ` + myMoved + `),
 	owner = IF(` + myClaimable + `, VALUES(owner), owner),

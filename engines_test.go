@@ -20,7 +20,18 @@ import (
 	"go.uber.org/goleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(closing{m}) }
+
+// closing closes what the examples, which have no clean-up, have opened, before leaks are looked for.
+type closing struct{ *testing.M }
+
+func (m closing) Run() int {
+	code := m.M.Run()
+	for _, db := range opened {
+		db.Close()
+	}
+	return code
+}
 
 func dialect(e testdb.Engine) locker.Dialect {
 	return map[string]func() locker.Dialect{"postgres": locker.Postgres, "mysql": locker.MySQL, "sqlite": locker.SQLite}[e.Name]()

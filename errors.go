@@ -2,6 +2,7 @@ package locker
 
 import (
 	"errors"
+	"fmt"
 	"reflect"
 	"strings"
 )
@@ -110,6 +111,17 @@ var permanentMySQL = map[int]bool{
 func noTable(err error) bool {
 	return sqlState(err) == "42P01" || mysqlNumber(err) == 1146 ||
 		sqliteCode(err) == 1 && strings.Contains(err.Error(), "no such table")
+}
+
+// hint says what to do about err, for the mistakes that cost most.
+func hint(err error, table string) string {
+	switch {
+	case noTable(err):
+		return fmt.Sprintf(" (create %s with CreateTable, from DDL or by locker init)", table)
+	case mysqlNumber(err) == 1048: // the statement makes it so
+		return " (is autocommit off in this pool? Then nothing would ever be committed: remove autocommit=0 from the DSN)"
+	}
+	return ""
 }
 
 // permanentError marks an error that waiting does not cure. A Session stops waiting at any error that has Permanent() true.

@@ -28,11 +28,11 @@ func Example() {
 	check(err)
 	defer session.Close(ctx)
 
-	err = session.Do(ctx, "nightly-report", func(ctx context.Context, lease *locker.Lease) error {
-		return writeReport(ctx, lease.Token()) // ctx ends before the lease does
+	err = session.Do(ctx, "invoice:7", func(ctx context.Context, lease *locker.Lease) error {
+		return charge(ctx, lease.Token()) // ctx ends before the lease does
 	})
 	check(err)
-	// Output: report written
+	// Output: charged
 }
 
 func ExampleSession_TryDo() {
@@ -122,8 +122,11 @@ func openDatabase() *sql.DB {
 	db, err := sql.Open("sqlite", ":memory:")
 	check(err)
 	db.SetMaxOpenConns(1)
+	opened = append(opened, db)
 	return db
 }
+
+var opened []*sql.DB
 
 func openTable() *locker.Table {
 	table, err := locker.New(openDatabase(), locker.SQLite())
@@ -132,8 +135,8 @@ func openTable() *locker.Table {
 	return table
 }
 
-func writeReport(context.Context, int64) error {
-	fmt.Println("report written")
+func charge(context.Context, int64) error {
+	fmt.Println("charged")
 	return nil
 }
 

@@ -494,9 +494,14 @@ func TestAnUnsafeTableIsRefused(t *testing.T) {
 		execute(t, db, "DROP TABLE distributed_locks")
 		assert.NoError(t, tb.CreateTable(t.Context()))
 	}
-	uncommitted, err := locker.New(fresh(t, testdb.MySQL(t), "autocommit=0").pool(t), locker.MySQL())
+	// Nothing that such a pool writes is ever committed, and everybody would be granted.
+	d := fresh(t, testdb.MySQL(t))
+	d.table(t)
+	uncommitted, err := locker.New(d.with("autocommit=0").pool(t), locker.MySQL())
 	require.NoError(t, err)
 	assert.ErrorContains(t, uncommitted.CreateTable(t.Context()), "autocommit")
+	_, err = uncommitted.Acquire(t.Context(), "r", "o", time.Hour)
+	assert.ErrorContains(t, err, "autocommit")
 }
 
 func TestTheTableIsMadeUnderAnyServerDefaults(t *testing.T) {

@@ -5,8 +5,8 @@
 //
 //	table, err := locker.New(db, locker.Postgres())
 //	session, err := locker.NewSession(table)
-//	err = session.Do(ctx, "nightly-report", func(ctx context.Context, lease *locker.Lease) error {
-//		return report(ctx) // ctx ends before the lease does
+//	err = session.Do(ctx, "invoice:7", func(ctx context.Context, lease *locker.Lease) error {
+//		return charge(ctx, lease.Token()) // ctx ends before the lease does
 //	})
 //
 // # Session
@@ -123,7 +123,7 @@ type Pinger interface {
 // The verdicts. Match them with errors.Is; the errors that are returned wrap them with the resource's name.
 var (
 	ErrHeld     = errors.New("held by another owner")
-	ErrNotHeld  = errors.New("not held: expired, released or never acquired")
+	ErrNotHeld  = errors.New("not held (any more)")
 	ErrNotOwner = errors.New("held by another owner or a newer grant")
 	ErrLost     = errors.New("lease lost")
 	ErrClosed   = errors.New("session is closed")

@@ -23,6 +23,8 @@ const DefaultTTL = 30 * time.Second
 // who wait for one resource stand in line: only the first looks at the database, and a release hands the lock to the next in one
 // statement.
 //
+// A lock is not reentrant: a callback of Do that locks the same resource again waits for itself.
+//
 // A Session is safe for concurrent use. Close it at the end.
 type Session struct {
 	locker Locker
@@ -50,6 +52,7 @@ type Session struct {
 	returns chan struct{} // has a place for the give-back that asks the database
 
 	callbacks sync.WaitGroup // of Do
+	inside    int            // as many
 }
 
 // SessionOption configures a Session. Every LockOption is one too, as the default of the session's locks.
@@ -92,8 +95,10 @@ func WithMaxWait(d time.Duration) LockOption {
 	})
 }
 
-// WithMinHold keeps the lock for at least d: a job that ends earlier leaves the lock to run out instead of releasing it, so that a
-// job that ten skewed clocks start once a night runs once. Default 0.
+// WithMinHold keeps the lock for at least d: a job that ends earlier, with an error or without, leaves the lock to run out instead of
+// releasing it, so that a job that ten skewed clocks start once a night runs once. Nobody waits for that: Release, Do and Close return
+// at once. Choose d longer than the clocks differ and shorter than the job's period; it has nothing to do with the TTL, which is all that a
+// job keeps whose process was killed, or whose last request did not reach the database. Default 0.
 func WithMinHold(d time.Duration) LockOption {
 	return lockOption(func(c *lockConfig) error {
 		if d < 0 || d > MaxTTL {
@@ -245,7 +250,12 @@ func (s *Session) TryDo(ctx context.Context, resource string, fn func(context.Co
 }
 
 func (s *Session) call(ctx context.Context, l *Lease, fn func(context.Context, *Lease) error) (err error) {
-	defer s.callbacks.Done()
+	defer func() {
+		s.mu.Lock()
+		s.inside--
+		s.mu.Unlock()
+		s.callbacks.Done()
+	}()
 	inside, cancel := l.Context(ctx)
 	defer func() {
 		cancel()
@@ -265,7 +275,8 @@ func (s *Session) call(ctx context.Context, l *Lease, fn func(context.Context, *
 
 // Close ends the session: new locks are refused with ErrClosed, contexts of leases end with that cause, the callbacks of Do are waited
 // for, all leases are released, and the heartbeat stops. If ctx ends before that, Close returns its error, the heartbeat stops all the
-// same, and what is left expires by itself; a lock is never released under a running callback.
+// same, and what is left expires by itself; a lock is never released under a running callback. If ctx has ended already, as it often
+// has when a program is told to stop, and no callback runs, Close takes up to five seconds to release all the same.
 func (s *Session) Close(ctx context.Context) error {
 	s.mu.Lock()
 	s.closed = true
@@ -273,8 +284,14 @@ func (s *Session) Close(ctx context.Context) error {
 	for l := range s.leases {
 		l.end(fmt.Errorf("locker: lease on %q: %w", l.rec.Resource, ErrClosed))
 	}
+	running := s.inside > 0
 	s.mu.Unlock()
 
+	if ctx.Err() != nil && !running {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+		defer cancel()
+	}
 	err := s.waitCallbacks(ctx)
 	if err == nil {
 		s.mu.Lock()
@@ -387,6 +404,7 @@ func (s *Session) adopt(rec Record, begin time.Time, c lockConfig, inDo bool) *L
 	}
 	if inDo {
 		s.callbacks.Add(1)
+		s.inside++
 	}
 	s.leases[l] = struct{}{}
 	s.schedule(l, begin)

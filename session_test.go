@@ -1285,6 +1285,32 @@ func TestDoDoesNotStartUnderAContextThatEnded(t *testing.T) {
 	})
 }
 
+// A program that is told to stop often closes with a context that has ended: that releases all the same.
+func TestCloseUnderAContextThatEndedReleases(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s, err := locker.NewSession(m)
+		require.NoError(t, err)
+		lock(t, s, "a")
+		lock(t, s, "b")
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		require.NoError(t, s.Close(ctx))
+		for _, r := range []string{"a", "b"} {
+			_, err := m.Memory.Get(t.Context(), r)
+			assert.ErrorIs(t, err, locker.ErrNotHeld)
+		}
+
+		s, err = locker.NewSession(m)
+		require.NoError(t, err)
+		lock(t, s, "a")
+		m.on(hang("release"), nil)
+		begin := time.Now()
+		assert.ErrorIs(t, s.Close(ctx), context.DeadlineExceeded)
+		assert.LessOrEqual(t, time.Since(begin), 10*time.Second)
+	})
+}
+
 // After Close the contexts have ended already; a loss on top of that is what Err says.
 func TestALossAfterCloseIsSaid(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -684,10 +684,8 @@ func (t *Table) failed(ctx context.Context, verb, what string, err error) error 
 		return fmt.Errorf("locker: %s %q: %w", verb, what, ended)
 	case ended != nil && !errors.Is(err, ended):
 		return fmt.Errorf("locker: %s %q: %w: %w", verb, what, ended, err)
-	case noTable(err):
-		return permanentError{fmt.Errorf("locker: %s %q: %w (create %s with CreateTable, DDL or `locker init`)", verb, what, err, t.name)}
 	case permanent(err):
-		return permanentError{fmt.Errorf("locker: %s %q: %w", verb, what, err)}
+		return permanentError{fmt.Errorf("locker: %s %q: %w%s", verb, what, err, hint(err, t.name))}
 	}
 	return fmt.Errorf("locker: %s %q: %w", verb, what, err)
 }

@@ -15,7 +15,7 @@ import (
 // interface, passes Run, and has all the optional interfaces.
 //
 // Its clock is time.Now and it starts no goroutine, so in a bubble of testing/synctest leases end in fake time: create it inside
-// the bubble. Nothing but the rows in the map is kept, released ones included, for their tokens; see Purge.
+// the bubble, and a Session too, which must be closed before the bubble's end (defer session.Close(context.Background())). Nothing but the rows in the map is kept, released ones included, for their tokens; see Purge.
 //
 // A Memory is safe for concurrent use. All handles on one store are one *Memory.
 type Memory struct {

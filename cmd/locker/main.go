@@ -77,6 +77,11 @@ func execute(args []string, stdout, stderr io.Writer) int {
 		a.say("%s; see locker --help", conceal(err.Error(), nil))
 		return exitUsage
 	}
+	if dsn, set := os.LookupEnv("LOCKER_DSN"); set && dsn == "" && g.DSN == "" {
+		// A variable that came out empty must not make every machine lock for itself.
+		a.say("LOCKER_DSN is set but empty; unset it to lock in the file of this user, or name a database; see locker --help")
+		return exitUsage
+	}
 	a.dsn, a.table = g.DSN, g.Table
 
 	err = parsed.Run(a)

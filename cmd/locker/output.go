@@ -80,9 +80,9 @@ func (a *app) printLocks(page []locker.Record, first bool, asked jsonFlag) error
 }
 
 // printExports prints a grant as variables that a shell can eval.
-func (a *app) printExports(r locker.Record) error {
-	_, err := fmt.Fprintf(a.stdout, "export LOCKER_RESOURCE=%s\nexport LOCKER_OWNER=%s\nexport LOCKER_TOKEN=%d\n",
-		shellQuote(r.Resource), shellQuote(r.Owner), r.Token)
+func (a *app) printExports(r locker.Record, ttl time.Duration) error {
+	_, err := fmt.Fprintf(a.stdout, "export LOCKER_RESOURCE=%s\nexport LOCKER_OWNER=%s\nexport LOCKER_TOKEN=%d\nexport LOCKER_TTL=%v\n",
+		shellQuote(r.Resource), shellQuote(r.Owner), r.Token, ttl)
 	return err
 }
 

@@ -20,9 +20,9 @@ import (
 
 type runCmd struct {
 	TTL      time.Duration `name:"ttl" default:"30s" placeholder:"DURATION" help:"How long a dead holder blocks others (default ${default}). It is renewed at a third of it."`
-	Wait     time.Duration `default:"0s" placeholder:"DURATION" help:"How long to wait for a lock that is held (default: not at all)."`
+	Wait     time.Duration `default:"0s" placeholder:"DURATION" help:"How long to wait for a lock that is held, or a database that does not answer (default: not at all)."`
 	MinHold  time.Duration `default:"0s" placeholder:"DURATION" help:"Keep the lock at least this long, however soon the command ends, so that a job that several machines start at the same time runs once."`
-	HeldCode uint8         `name:"conflict-exit-code" short:"E" default:"75" placeholder:"CODE" help:"Exit code if another holds the lock (default ${default})."`
+	HeldCode uint8         `name:"conflict-exit-code" short:"E" default:"75" placeholder:"CODE" help:"Exit code if another holds the lock (default ${default}); 0 makes that a silent skip."`
 	Resource string        `arg:"" help:"What to lock."`
 	Command  []string      `arg:"" passthrough:"" help:"The command and its arguments, passed on as they are; no shell. Write -- before it."`
 }
@@ -74,6 +74,9 @@ func (c *runCmd) Run(a *app) error {
 		var by *locker.HeldError
 		if errors.As(err, &by) {
 			err = by
+		}
+		if c.HeldCode == 0 { // that is a skip, not a failure, and cron would mail what is said
+			return nil
 		}
 		return fail(int(c.HeldCode), "%s; %s", a.reason(err), hint)
 	case err != nil:
@@ -141,7 +144,7 @@ func (c *runCmd) supervise(a *app, path string, l *held, signals chan os.Signal)
 		// Files, never pipes that somebody would have to copy: what the command leaves behind may keep them open.
 		Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr,
 		Env: append(os.Environ(),
-			"LOCKER_RESOURCE="+rec.Resource, "LOCKER_OWNER="+rec.Owner, fmt.Sprintf("LOCKER_TOKEN=%d", rec.Token)),
+			"LOCKER_RESOURCE="+rec.Resource, "LOCKER_OWNER="+rec.Owner, fmt.Sprintf("LOCKER_TOKEN=%d", rec.Token), fmt.Sprintf("LOCKER_TTL=%v", c.TTL)),
 	}
 	runtime.LockOSThread() // for dieWithParent
 	group, err := startGroup(cmd, signals)

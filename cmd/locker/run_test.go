@@ -57,7 +57,11 @@ func TestRunExitCode(t *testing.T) {
 		r := w.run(append(append([]string{"run"}, strings.Fields(args)...), "held", "--", "echo", "ran")...)
 		assert.Equal(t, code, r.code, args)
 		assert.Empty(t, r.out)
-		assert.Contains(t, r.err, `"held" is held by "somebody else"`)
+		if code == 0 {
+			assert.Empty(t, r.err, "a skip that was asked for is silent")
+		} else {
+			assert.Contains(t, r.err, `"held" is held by "somebody else"`)
+		}
 	}
 
 	at := nobody(t)
@@ -95,14 +99,36 @@ func TestRunPassesEverythingOn(t *testing.T) {
 
 	// What acquire prints is for eval, and then renew and release need no flags.
 	script := `set -e; export LOCKER_TEST_MAIN=1
-eval "$("$0" acquire "it's" --ttl 1m)"
-"$0" renew "it's" --ttl 1h --json
+eval "$("$0" acquire "it's" --ttl 1h)"
+"$0" renew "it's" --json
 "$0" release "it's"
 ! "$0" release "it's"
 ! "$0" release other`
 	out, err := exec.Command("sh", "-c", "LOCKER_DSN='"+strings.ReplaceAll(w.dsn, "'", `'\''`)+"'; export LOCKER_DSN\n"+script, os.Args[0]).Output()
 	require.NoError(t, err)
-	assert.Equal(t, "it's", decode(t, string(out))["resource"])
+	renewed := decode(t, string(out))
+	assert.Equal(t, "it's", renewed["resource"])
+	assert.InDelta(t, time.Hour.Milliseconds(), renewed["remaining_ms"], 60_000, "the TTL is that of acquire")
+}
+
+// eval of nothing succeeds: the work must not run without the lock.
+func TestAcquireInAShellThatIsRefused(t *testing.T) {
+	w := onSQLite(t)
+	for _, c := range []struct{ dsn, how string }{{w.dsn, "held"}, {"mysql://nobody@127.0.0.1:1/x", "unreachable"}} {
+		script := `export LOCKER_TEST_MAIN=1 LOCKER_DSN="$1"
+[ "$2" != held ] || "$0" acquire r --owner other >/dev/null
+if grant=$("$0" acquire r); then eval "$grant"; echo RAN; fi`
+		out, err := exec.Command("sh", "-c", script, os.Args[0], c.dsn, c.how).Output()
+		require.NoError(t, err)
+		assert.NotContains(t, string(out), "RAN", c.how)
+	}
+	code := func(args ...string) int {
+		p := exec.Command("sh", append([]string{"-c", `LOCKER_DSN= LOCKER_TEST_MAIN=1 exec "$0" "$@"`, os.Args[0]}, args...)...)
+		_ = p.Run()
+		return p.ProcessState.ExitCode()
+	}
+	assert.Equal(t, 64, code("get", "r"), "a variable that came out empty is not a file of one's own")
+
 }
 
 // Files that locker has open for itself do not leak into the command.

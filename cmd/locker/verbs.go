@@ -18,8 +18,8 @@ import (
 
 type acquireCmd struct {
 	TTL      time.Duration `name:"ttl" default:"30s" placeholder:"DURATION" help:"How long the lock is held unless renewed (default ${default})."`
-	Wait     time.Duration `default:"0s" placeholder:"DURATION" help:"How long to wait for a lock that is held (default: not at all)."`
-	Owner    string        `help:"Who asks. The same owner is granted again, so a name that two may use at once excludes neither. Default: one that nobody else has."`
+	Wait     time.Duration `default:"0s" placeholder:"DURATION" help:"How long to wait for a lock that is held, or a database that does not answer (default: not at all)."`
+	Owner    string        `help:"In whose name. The same owner is granted again, so a name that two may use at once excludes neither. Default: one that nobody else has."`
 	jsonFlag `embed:""`
 	Resource string `arg:"" help:"What to lock."`
 }
@@ -27,9 +27,13 @@ type acquireCmd struct {
 func (acquireCmd) Help() string {
 	return `Prints the grant as variables for the shell:
 
-  eval "$(locker acquire nightly --ttl 10m)" && work; locker release nightly
+  if grant=$(locker acquire nightly --ttl 10m); then
+    eval "$grant"; work; locker release nightly
+  fi
 
-renew and release find owner and token in LOCKER_OWNER and LOCKER_TOKEN if LOCKER_RESOURCE is the resource they are given. Nothing renews the lock in between: "locker run" does.`
+Not eval "$(locker acquire …)" && work: refused, it prints nothing, eval of nothing succeeds, and work runs without the lock.
+
+renew and release find owner, token and TTL in LOCKER_OWNER, LOCKER_TOKEN and LOCKER_TTL if LOCKER_RESOURCE is the resource they are given. To hold several locks in one shell, keep their variables apart, or use --json, --owner and --token. Nothing renews the lock in between: "locker run" does.`
 }
 
 func (c *acquireCmd) Run(a *app) error {
@@ -44,7 +48,7 @@ func (c *acquireCmd) Run(a *app) error {
 		if c.JSON {
 			return a.printJSON(asJSON(rec))
 		}
-		return a.printExports(rec)
+		return a.printExports(rec, c.TTL)
 	})
 }
 
@@ -133,7 +137,11 @@ func (f grantFlags) record(resource string) (locker.Record, error) {
 	}
 	rec.Owner = os.Getenv("LOCKER_OWNER")
 	if rec.Owner == "" || os.Getenv("LOCKER_RESOURCE") != resource {
-		return rec, fail(exitUsage, "%q: whose grant? Give --owner, and --token for exactly one", resource)
+		about := ""
+		if other := os.Getenv("LOCKER_RESOURCE"); rec.Owner != "" && other != "" {
+			about = fmt.Sprintf(" (LOCKER_RESOURCE is %q)", other)
+		}
+		return rec, fail(exitUsage, "%q: whose grant? Give --owner, and --token for exactly one%s", resource, about)
 	}
 	if token := os.Getenv("LOCKER_TOKEN"); rec.Token == 0 && token != "" {
 		if _, err := fmt.Sscan(token, &rec.Token); err != nil || rec.Token <= 0 {
@@ -144,7 +152,7 @@ func (f grantFlags) record(resource string) (locker.Record, error) {
 }
 
 type renewCmd struct {
-	TTL        time.Duration `name:"ttl" default:"30s" placeholder:"DURATION" help:"How long it is held from now (default ${default})."`
+	TTL        *time.Duration `name:"ttl" placeholder:"DURATION" help:"How long it is held from now (default: $$LOCKER_TTL, where $$LOCKER_RESOURCE is RESOURCE, else 30s)."`
 	grantFlags `embed:""`
 	jsonFlag   `embed:""`
 	Resource   string `arg:"" help:"What is locked."`
@@ -159,10 +167,18 @@ func (c *renewCmd) Run(a *app) error {
 	if err != nil {
 		return err
 	}
+	ttl := locker.DefaultTTL
+	if before := os.Getenv("LOCKER_TTL"); c.TTL != nil {
+		ttl = *c.TTL
+	} else if before != "" && os.Getenv("LOCKER_RESOURCE") == c.Resource {
+		if ttl, err = time.ParseDuration(before); err != nil {
+			return fail(exitUsage, "LOCKER_TTL is not a duration")
+		}
+	}
 	return a.once(func(ctx context.Context, table *locker.Table) error {
 		ctx, cancel := context.WithTimeout(ctx, patience)
 		defer cancel()
-		rec, err := table.Renew(ctx, rec, c.TTL)
+		rec, err := table.Renew(ctx, rec, ttl)
 		if err != nil {
 			return err
 		}
