@@ -143,6 +143,12 @@ func (s *Session) release(ctx context.Context, l *Lease) error {
 		}
 		return l.lost
 	}
+	s.jobs++ // Close waits
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.jobDone()
+	}()
 	delete(s.leases, l) // not renewed any more; the line stays taken until the database has been told
 	l.end(fmt.Errorf("locker: lease on %q was released: %w", l.rec.Resource, ErrNotHeld))
 	bound := min(max(time.Until(l.trust.Add(l.margin)), time.Second), 10*time.Second)
@@ -177,6 +183,19 @@ func (s *Session) release(ctx context.Context, l *Lease) error {
 		})
 	} else {
 		err = s.handOver(ctx, l, rec)
+		if busy != nil && errors.Is(err, ErrNotOwner) { // or a renewal whose answer is on its way has moved the token
+			select {
+			case <-busy:
+			case <-ctx.Done():
+			}
+			s.mu.Lock()
+			moved := l.rec
+			s.mu.Unlock()
+			if moved.Token != rec.Token {
+				rec = moved
+				err = s.handOver(ctx, l, rec)
+			}
+		}
 	}
 
 	s.mu.Lock()

@@ -45,11 +45,11 @@ type Session struct {
 	beats   map[time.Duration]time.Time // by TTL, when all its leases are renewed next, together
 	lines   map[string]*line            // by resource
 
-	wakeAt  time.Time     // when the heartbeat looks next
-	jobs    int           // what Close waits for: calls that ask for a lock, the heartbeat, renewals, give-backs
-	drained chan struct{} // closed when jobs is 0, if somebody waits for that
-	refused bool          // the last batch of renewals failed
-	returns chan struct{} // has a place for the give-back that asks the database
+	wakeAt  time.Time              // when the heartbeat looks next
+	jobs    int                    // what Close waits for: calls that ask for a lock, the heartbeat, renewals, give-backs
+	drained chan struct{}          // closed when jobs is 0, if somebody waits for that
+	refused map[time.Duration]bool // by TTL, whether the last batch of renewals failed
+	returns chan struct{}          // has a place for the give-back that asks the database
 
 	callbacks sync.WaitGroup // of Do
 	inside    int            // as many
@@ -157,6 +157,7 @@ func NewSession(l Locker, opts ...SessionOption) (*Session, error) {
 		kick:    make(chan struct{}, 1),
 		leases:  make(map[*Lease]struct{}),
 		beats:   make(map[time.Duration]time.Time),
+		refused: make(map[time.Duration]bool),
 		lines:   make(map[string]*line),
 	}
 	if t, ok := l.(interface{ ClockSkew() time.Duration }); ok {
@@ -520,8 +521,11 @@ func (s *Session) renew(ttl time.Duration, leases []*Lease, recs []Record) {
 		s.mu.Lock()
 		// Those that a batch leaves out are lost, or skipped because a transaction has locked the row: only a single renewal says which.
 		// And an engine may not know the batch's statement, or one record spoil it for all.
-		singly := err == nil || s.refused || isPermanent(err)
-		s.refused = err != nil
+		singly := err == nil || s.refused[ttl] || isPermanent(err)
+		delete(s.refused, ttl)
+		if err != nil {
+			s.refused[ttl] = true
+		}
 		retry := s.retryTime(ttl)
 		var rest []*Lease
 		var restRecs []Record
@@ -632,8 +636,14 @@ func (s *Session) lose(l *Lease, cause error) {
 // drop takes l from the heartbeat and lets the next in line look. s.mu is held.
 func (s *Session) drop(l *Lease) {
 	delete(s.leases, l)
-	if ln := s.lines[l.rec.Resource]; ln != nil && ln.holder == l {
+	ln := s.lines[l.rec.Resource]
+	if ln == nil {
+		return
+	}
+	if ln.holder == l {
 		ln.holder = nil
+	}
+	if ln.holder == nil {
 		s.next(l.rec.Resource, ln)
 	}
 }

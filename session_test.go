@@ -1362,3 +1362,135 @@ func TestAReleaseDoesNotWaitForARenewalThatHangs(t *testing.T) {
 		})
 	}
 }
+
+// The lock is on its way to a waiter while another goroutine takes and frees it: the waiter must find it all the same, and so must
+// those who come later.
+func TestALineOutlivesACrossingLock(t *testing.T) {
+	for name, c := range map[string]struct {
+		ttl   time.Duration
+		force bool
+	}{"the hand-over is refused": {time.Minute, true}, "its answer comes too late": {time.Second, false}} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := newScript()
+				s := session(t, m)
+				var n atomic.Int32
+				m.on(func(_ context.Context, call call) error {
+					switch {
+					case call.verb == "acquire" && n.Add(1) == 1:
+						time.Sleep(2 * time.Second) // waits for a connection
+					case call.verb == "handover" && c.force:
+						time.Sleep(3 * time.Second)
+					}
+					return nil
+				}, func(_ context.Context, call call) error {
+					if call.verb == "handover" && !c.force {
+						time.Sleep(3 * time.Second)
+					}
+					return nil
+				})
+				var all sync.WaitGroup
+				all.Go(func() {
+					if l, err := s.TryLock(t.Context(), "r"); err == nil {
+						l.Release(t.Context())
+					}
+				})
+				time.Sleep(10 * time.Millisecond)
+				a := lock(t, s, "r")
+				for i := range 2 {
+					all.Go(func() {
+						time.Sleep(time.Duration(i) * 5 * time.Second)
+						ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+						defer cancel()
+						l, err := s.Lock(ctx, "r", locker.WithTTL(c.ttl))
+						if assert.NoError(t, err, i) {
+							l.Release(t.Context())
+						}
+					})
+				}
+				time.Sleep(500 * time.Millisecond)
+				if c.force {
+					m.ForceRelease(t.Context(), "r")
+				}
+				a.Release(t.Context())
+				all.Wait()
+			})
+		})
+	}
+}
+
+// Close waits for releases that others have begun, and sends nothing after it has returned.
+func TestCloseWaitsForReleasesUnderWay(t *testing.T) {
+	for _, waiter := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			m := newScript()
+			s, err := locker.NewSession(m)
+			require.NoError(t, err)
+			l := lock(t, s, "r")
+			m.on(nil, func(_ context.Context, c call) error {
+				if c.verb == "release" || c.verb == "handover" {
+					time.Sleep(time.Second)
+				}
+				return nil
+			})
+			if waiter {
+				go s.Lock(t.Context(), "r")
+				synctest.Wait()
+			}
+			go l.Release(t.Context())
+			synctest.Wait()
+			require.NoError(t, s.Close(t.Context()))
+			m.take()
+			_, err = m.Memory.Get(t.Context(), "r")
+			assert.ErrorIs(t, err, locker.ErrNotHeld)
+			time.Sleep(time.Minute)
+			assert.Empty(t, m.take())
+		})
+	}
+}
+
+// A batch that fails for the leases of one TTL does not hide behind one that works for another.
+func TestEachTTLHasItsOwnBatch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newScript()
+		s := session(t, m)
+		long := []*locker.Lease{lock(t, s, "long1"), lock(t, s, "long2")}
+		lock(t, s, "short1", locker.WithTTL(time.Second))
+		lock(t, s, "short2", locker.WithTTL(time.Second))
+		m.on(func(_ context.Context, c call) error {
+			if c.verb == "batch" && strings.HasPrefix(c.recs[0].Resource, "long") {
+				return errNetwork
+			}
+			return nil
+		}, nil)
+		time.Sleep(2 * time.Minute)
+		for _, l := range long {
+			assert.NoError(t, l.Err())
+		}
+		m.on(nil, nil)
+	})
+}
+
+// A renewal may move the token (row leases do); a release that is sent meanwhile follows it.
+func TestAReleaseFollowsATokenThatMoves(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := moving{newScript()}
+		s := session(t, plain{m}, locker.WithTTL(30*time.Second))
+		l := lock(t, s, "r")
+		time.Sleep(10*time.Second + 50*time.Millisecond) // the renewal is made, its answer on the way
+		require.NoError(t, l.Release(t.Context()))
+		_, err := m.Memory.Get(t.Context(), "r")
+		assert.ErrorIs(t, err, locker.ErrNotHeld)
+	})
+}
+
+type moving struct{ *script }
+
+func (m moving) Renew(ctx context.Context, r locker.Record, ttl time.Duration) (locker.Record, error) {
+	if _, err := m.script.Renew(ctx, r, ttl); err != nil {
+		return r, err
+	}
+	rec, err := m.Memory.Acquire(ctx, r.Resource, r.Owner, ttl)
+	time.Sleep(100 * time.Millisecond)
+	return rec, err
+}

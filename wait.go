@@ -28,6 +28,7 @@ const (
 type line struct {
 	holder  *Lease // the session's own lease, also while it is being released
 	waiters []*waiter
+	users   int       // the waiters, and those to whom the lock is on its way
 	why     error     // what stood in the way of the first in line the last time
 	until   time.Time // if that is a *HeldError: when its lease is over
 
@@ -64,7 +65,7 @@ func (s *Session) next(resource string, ln *line) {
 	switch {
 	case len(ln.waiters) > 0:
 		ln.waiters[0].nudge()
-	case ln.holder == nil:
+	case ln.holder == nil && ln.users == 0:
 		delete(s.lines, resource)
 	}
 }
@@ -162,6 +163,7 @@ func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOpti
 	w := &waiter{owner: s.owner(), config: c, inDo: inDo, wake: make(chan struct{}, 1)}
 	ln := s.line(resource)
 	ln.waiters = append(ln.waiters, w)
+	ln.users++
 	s.jobs++
 	s.mu.Unlock()
 
@@ -171,11 +173,13 @@ func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOpti
 	defer s.mu.Unlock()
 	defer s.jobDone()
 	w.gone = true
-	if i := slices.Index(ln.waiters, w); i >= 0 {
+	ln.users--
+	i := slices.Index(ln.waiters, w)
+	if i >= 0 {
 		ln.waiters = slices.Delete(ln.waiters, i, i+1)
-		if i == 0 {
-			s.next(resource, ln)
-		}
+	}
+	if i == 0 || ln.holder == nil {
+		s.next(resource, ln)
 	}
 	if l == nil && w.lease != nil { // handed over at the last moment
 		return w.lease, nil
