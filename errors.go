@@ -137,3 +137,6 @@ func isPermanent(err error) bool {
 
 // bare is the text of err without the prefix that the error it goes into has already.
 func bare(err error) string { return strings.TrimPrefix(err.Error(), "locker: ") }
+
+// isVerdict reports whether err says, for certain, that a grant is no longer its owner's.
+func isVerdict(err error) bool { return errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner) }

@@ -138,16 +138,16 @@ func (s *Session) release(ctx context.Context, l *Lease) error {
 	}
 	if !held {
 		defer s.mu.Unlock()
-		if !errors.Is(l.lost.Err, ErrNotHeld) && !errors.Is(l.lost.Err, ErrNotOwner) {
+		if !isVerdict(l.lost.Err) {
 			s.giveBack(l.rec.Resource, l.rec.Owner, l.ttl) // no verdict: it may be l's still
 		}
 		return l.lost
 	}
-	s.jobs++ // Close waits
+	s.jobs.n++ // Close waits
 	defer func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		s.jobDone()
+		s.jobs.done()
 	}()
 	delete(s.leases, l) // not renewed any more; the line stays taken until the database has been told
 	l.end(fmt.Errorf("locker: lease on %q was released: %w", l.rec.Resource, ErrNotHeld))
@@ -200,7 +200,7 @@ func (s *Session) release(ctx context.Context, l *Lease) error {
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner) {
+	if isVerdict(err) {
 		l.lost = &LostError{Lease: rec, Err: err}
 		l.ended = l.lost
 		err = l.lost
@@ -218,7 +218,7 @@ func (s *Session) insist(ctx context.Context, ttl time.Duration, send func(conte
 		switch {
 		case err == nil:
 			return nil
-		case errors.Is(err, ErrNotHeld), errors.Is(err, ErrNotOwner):
+		case isVerdict(err):
 			if n > 0 { // an attempt whose answer was lost has done it
 				return nil
 			}

@@ -46,13 +46,11 @@ type Session struct {
 	lines   map[string]*line            // by resource
 
 	wakeAt  time.Time              // when the heartbeat looks next
-	jobs    int                    // what Close waits for: calls that ask for a lock, the heartbeat, renewals, give-backs
-	drained chan struct{}          // closed when jobs is 0, if somebody waits for that
 	refused map[time.Duration]bool // by TTL, whether the last batch of renewals failed
 	returns chan struct{}          // has a place for the give-back that asks the database
 
-	callbacks sync.WaitGroup // of Do
-	inside    int            // as many
+	callbacks gauge // of Do
+	jobs      gauge // calls that ask for a lock or release one, the heartbeat, renewals, give-backs
 }
 
 // SessionOption configures a Session. Every LockOption is one too, as the default of the session's locks.
@@ -253,9 +251,8 @@ func (s *Session) TryDo(ctx context.Context, resource string, fn func(context.Co
 func (s *Session) call(ctx context.Context, l *Lease, fn func(context.Context, *Lease) error) (err error) {
 	defer func() {
 		s.mu.Lock()
-		s.inside--
-		s.mu.Unlock()
-		s.callbacks.Done()
+		defer s.mu.Unlock()
+		s.callbacks.done()
 	}()
 	inside, cancel := l.Context(ctx)
 	defer func() {
@@ -280,61 +277,25 @@ func (s *Session) call(ctx context.Context, l *Lease, fn func(context.Context, *
 // has when a program is told to stop, and no callback runs, Close takes up to five seconds to release all the same.
 func (s *Session) Close(ctx context.Context) error {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.closed = true
 	s.close()
 	for l := range s.leases {
 		l.end(fmt.Errorf("locker: lease on %q: %w", l.rec.Resource, ErrClosed))
 	}
-	running := s.inside > 0
-	s.mu.Unlock()
-
-	if ctx.Err() != nil && !running {
+	if ctx.Err() != nil && s.callbacks.n == 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 		defer cancel()
 	}
-	err := s.waitCallbacks(ctx)
+	err := s.drain(ctx, &s.callbacks)
 	if err == nil {
-		s.mu.Lock()
-		rest := make(chan *Lease, len(s.leases))
-		for l := range s.leases {
-			rest <- l
-		}
-		s.mu.Unlock()
-		close(rest)
-		var releases sync.WaitGroup
-		for range min(len(rest), parallel) {
-			releases.Go(func() {
-				for l := range rest {
-					if ctx.Err() != nil {
-						return
-					}
-					if err := l.Release(ctx); err != nil {
-						s.log.Warn("locker: release failed, the TTL will free it", "resource", l.Record().Resource, "error", err)
-					}
-				}
-			})
-		}
-		releases.Wait() // bounded, as each Release is
-		err = ctx.Err()
+		err = s.releaseAll(ctx)
 	}
-
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.stopped = true
 	s.wake()
-	for err == nil && s.jobs > 0 {
-		if s.drained == nil {
-			s.drained = make(chan struct{})
-		}
-		drained := s.drained
-		s.mu.Unlock()
-		select {
-		case <-drained:
-		case <-ctx.Done():
-			err = ctx.Err()
-		}
-		s.mu.Lock()
+	if err == nil {
+		err = s.drain(ctx, &s.jobs)
 	}
 	if err != nil {
 		return fmt.Errorf("locker: close: %w", err)
@@ -342,37 +303,76 @@ func (s *Session) Close(ctx context.Context) error {
 	return nil
 }
 
-func (s *Session) waitCallbacks(ctx context.Context) error {
-	done := make(chan struct{})
-	go func() {
-		s.callbacks.Wait()
-		close(done)
-	}()
-	select {
-	case <-done:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
+// releaseAll releases what is held, until ctx ends. s.mu is held, and let go meanwhile.
+func (s *Session) releaseAll(ctx context.Context) error {
+	rest := make(chan *Lease, len(s.leases))
+	for l := range s.leases {
+		rest <- l
 	}
+	close(rest)
+	s.mu.Unlock()
+	defer s.mu.Lock()
+	var releases sync.WaitGroup
+	for range min(len(rest), parallel) {
+		releases.Go(func() {
+			for l := range rest {
+				if ctx.Err() != nil {
+					return
+				}
+				if err := l.Release(ctx); err != nil {
+					s.log.Warn("locker: release failed, the TTL will free it", "resource", l.Record().Resource, "error", err)
+				}
+			}
+		})
+	}
+	releases.Wait() // bounded, as each Release is
+	return ctx.Err()
+}
+
+// gauge counts what Close waits for. Guarded by s.mu.
+type gauge struct {
+	n    int
+	zero chan struct{} // closed when n is 0, if somebody waits for that
+}
+
+func (g *gauge) done() {
+	if g.n--; g.n == 0 && g.zero != nil {
+		close(g.zero)
+		g.zero = nil
+	}
+}
+
+// drain waits until g is 0 or ctx ends. s.mu is held, and let go meanwhile.
+func (s *Session) drain(ctx context.Context, g *gauge) error {
+	for g.n > 0 {
+		if g.zero == nil {
+			g.zero = make(chan struct{})
+		}
+		zero := g.zero
+		s.mu.Unlock()
+		var err error
+		select {
+		case <-zero:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+		s.mu.Lock()
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // background runs f in a goroutine that Close waits for. s.mu is held.
 func (s *Session) background(f func()) {
-	s.jobs++
+	s.jobs.n++
 	go func() {
 		f()
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		s.jobDone()
+		s.jobs.done()
 	}()
-}
-
-// jobDone is the end of what was counted in s.jobs. s.mu is held.
-func (s *Session) jobDone() {
-	if s.jobs--; s.jobs == 0 && s.drained != nil {
-		close(s.drained)
-		s.drained = nil
-	}
 }
 
 // report logs without waiting for the handler, which may block: a full pipe must not keep a lease's context from ending. s.mu is held.
@@ -404,8 +404,7 @@ func (s *Session) adopt(rec Record, begin time.Time, c lockConfig, inDo bool) *L
 		}
 	}
 	if inDo {
-		s.callbacks.Add(1)
-		s.inside++
+		s.callbacks.n++
 	}
 	s.leases[l] = struct{}{}
 	s.schedule(l, begin)
@@ -612,7 +611,7 @@ func (s *Session) settle(l *Lease, rec Record, begin, retry time.Time, err error
 		l.rec, l.failure = rec, nil
 		l.trust = begin.Add(l.ttl - l.margin)
 		s.schedule(l, begin)
-	case errors.Is(err, ErrNotHeld), errors.Is(err, ErrNotOwner):
+	case isVerdict(err):
 		s.lose(l, err)
 	default:
 		if l.failure == nil {

@@ -288,7 +288,7 @@ func (t *Table) Handover(ctx context.Context, rec Record, owner string, ttl time
 	return t.grant(ctx, "hand over", rec.Resource, ttl, func() (row, error) {
 		if given { // that took too long to be a full lease: prolong it
 			r, err := t.change(ctx, t.renew, p, owner)
-			if errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner) {
+			if isVerdict(err) {
 				err = fmt.Errorf("given to %q, whose lease is over already: %v", owner, err) // no verdict on rec
 			}
 			return r, err
@@ -370,7 +370,7 @@ func (t *Table) RenewBatch(ctx context.Context, recs []Record, ttl time.Duration
 			switch {
 			case err == nil:
 				renewed = append(renewed, r)
-			case !errors.Is(err, ErrNotHeld) && !errors.Is(err, ErrNotOwner):
+			case !isVerdict(err):
 				return renewed, err
 			}
 		}
@@ -484,7 +484,7 @@ func (t *Table) ForceRelease(ctx context.Context, resource string) (Record, erro
 		switch {
 		case err == nil:
 			return holder, nil
-		case !errors.Is(err, ErrNotHeld) && !errors.Is(err, ErrNotOwner):
+		case !isVerdict(err):
 			return Record{}, err
 		}
 	}
@@ -678,7 +678,7 @@ func (t *Table) failed(ctx context.Context, verb, what string, err error) error 
 	switch ended := ctx.Err(); {
 	case errors.As(err, &held):
 		return held
-	case errors.Is(err, ErrNotHeld), errors.Is(err, ErrNotOwner):
+	case isVerdict(err):
 		return fmt.Errorf("locker: %s %q: %w", verb, what, err)
 	case ended != nil && err == nil:
 		return fmt.Errorf("locker: %s %q: %w", verb, what, ended)

@@ -104,8 +104,8 @@ func (s *Session) tryLock(ctx context.Context, resource string, opts []LockOptio
 	case ln != nil && errors.Is(ln.obstacle(), ErrHeld): // those in line come first
 		return nil, ln.obstacle()
 	}
-	s.jobs++
-	defer s.jobDone()
+	s.jobs.n++
+	defer s.jobs.done()
 	owner := s.owner()
 	begin := time.Now()
 	s.mu.Unlock()
@@ -164,14 +164,14 @@ func (s *Session) waitLock(ctx context.Context, resource string, opts []LockOpti
 	ln := s.line(resource)
 	ln.waiters = append(ln.waiters, w)
 	ln.users++
-	s.jobs++
+	s.jobs.n++
 	s.mu.Unlock()
 
 	l, err := s.wait(ctx, resource, ln, w)
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	defer s.jobDone()
+	defer s.jobs.done()
 	w.gone = true
 	ln.users--
 	i := slices.Index(ln.waiters, w)
@@ -376,7 +376,7 @@ func (s *Session) handOver(ctx context.Context, l *Lease, rec Record) error {
 		attempt, cancel := context.WithTimeout(ctx, max(l.ttl/6, 100*time.Millisecond))
 		given, err := hand.Handover(attempt, rec, owner, w.config.ttl)
 		cancel()
-		verdict := errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner)
+		verdict := isVerdict(err)
 		if err != nil && !verdict {
 			// The answer was lost. If w has the lock now, it finds that out by its owner; if not, this frees it.
 			err = s.insist(ctx, l.ttl, func(ctx context.Context) error { return s.locker.Release(ctx, rec) })
@@ -385,7 +385,7 @@ func (s *Session) handOver(ctx context.Context, l *Lease, rec Record) error {
 					err = nil
 				}
 			}
-			verdict = errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner)
+			verdict = isVerdict(err)
 			given = Record{}
 		}
 		s.mu.Lock()
@@ -414,7 +414,7 @@ func (s *Session) handOver(ctx context.Context, l *Lease, rec Record) error {
 		rec, mine = given, false
 	}
 	err := s.insist(ctx, l.ttl, func(ctx context.Context) error { return s.locker.Release(ctx, rec) })
-	if !mine && (errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner)) {
+	if !mine && (isVerdict(err)) {
 		return nil
 	}
 	return err
