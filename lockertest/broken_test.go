@@ -704,10 +704,6 @@ var brokenLockers = []struct {
 
 // TestBrokenLockers shows that the suite can fail.
 func TestBrokenLockers(t *testing.T) {
-	byName := make(map[string]testCase)
-	for _, cs := range allCases() {
-		byName[cs.name] = cs
-	}
 	found := make(map[string]bool)
 	for _, b := range brokenLockers {
 		for _, name := range b.fails {
@@ -720,30 +716,43 @@ func TestBrokenLockers(t *testing.T) {
 			if b.name == "each Locker has a store of its own" {
 				s.lockers[1] = b.locker()
 			}
-			for _, name := range b.fails {
-				cs, ok := byName[name]
-				if !ok {
-					t.Fatalf("there is no case %q", name)
-				}
-				r := &recorder{}
-				hung := s.run(r, cs, 3*time.Second)
-				if len(r.failures) == 0 {
-					t.Errorf("%s does not find it", name)
-					continue
-				}
-				if want := "the rule: " + strings.Join(strings.Fields(cs.rule), " "); len(r.logs) != 1 || r.logs[0] != want {
-					t.Errorf("%s logs %q, want %q", name, r.logs, want)
-				}
-				if testing.Verbose() {
-					first, _, _ := strings.Cut(r.failures[0], "\n")
-					t.Logf("%s (hung: %v): %s", name, hung, first)
-				}
-			}
+			s.mustFind(t, b.fails)
 		})
 	}
-	for name := range byName {
-		if !found[name] {
-			t.Errorf("no broken Locker shows that %s can fail", name)
+	for _, cs := range allCases() {
+		if !found[cs.name] {
+			t.Errorf("no broken Locker shows that %s can fail", cs.name)
+		}
+	}
+}
+
+// mustFind checks that the cases of these names fail.
+func (s *suite) mustFind(t *testing.T, names []string) {
+	t.Helper()
+	byName := make(map[string]testCase)
+	for _, cs := range allCases() {
+		byName[cs.name] = cs
+	}
+	for _, name := range names {
+		cs, ok := byName[name]
+		if !ok {
+			t.Fatalf("there is no case %q", name)
+		}
+		if reason := s.excludes(cs); reason != "" {
+			t.Fatalf("%s is not run: %s", name, reason)
+		}
+		r := &recorder{}
+		hung := s.run(r, cs, 3*time.Second)
+		if len(r.failures) == 0 {
+			t.Errorf("%s does not find it", name)
+			continue
+		}
+		if want := "the rule: " + strings.Join(strings.Fields(cs.rule), " "); len(r.logs) != 1 || r.logs[0] != want {
+			t.Errorf("%s logs %q, want %q", name, r.logs, want)
+		}
+		if testing.Verbose() {
+			first, _, _ := strings.Cut(r.failures[0], "\n")
+			t.Logf("%s (hung: %v): %s", name, hung, first)
 		}
 	}
 }

@@ -24,237 +24,239 @@ const long = 10 * time.Minute
 func allCases() []testCase {
 	return []testCase{
 		{
-			name: "acquire-free", run: acquireFree,
+			name: "acquire-free", run: acquireFree, leases: lasting,
 			rule: `A free resource is granted to whoever asks, and Get then says who holds it.`,
 		},
 		{
-			name: "acquire-held", run: acquireHeld,
+			name: "acquire-held", run: acquireHeld, leases: lasting,
 			rule: `A resource that another owner holds is refused with a *HeldError that says who holds it and for how long. A refusal
 				changes nothing: neither who holds the lock, nor its token, nor how long it lasts.`,
 		},
 		{
-			name: "acquire-again", run: acquireAgain,
+			name: "acquire-again", run: acquireAgain, leases: lasting,
 			rule: `The same owner is granted again at once: a new grant with a higher token and a full ttl. The older grant is dead,
 				so that of two workers who share an owner by mistake the first one learns of it.`,
 		},
 		{
-			name: "acquire-expired", run: acquireExpired,
+			name: "acquire-expired", run: acquireExpired, leases: lasting, dead: true,
 			rule: `A holder that died blocks nobody for longer than its ttl: then the next owner is granted, with a higher token.`,
 		},
 		{
-			name: "acquire-released", run: acquireReleased,
+			name: "acquire-released", run: acquireReleased, leases: lasting,
 			rule: `A release frees the resource at once, whatever was left of the ttl, and the next grant has a higher token.`,
 		},
 		{
-			name: "release-not-owner", run: releaseNotOwner,
+			name: "release-not-owner", run: releaseNotOwner, leases: lasting,
 			rule: `Only the very grant that a record names is released. Another owner, an older grant of the same owner or a token
 				that was never given out is ErrNotOwner, and nothing has changed: else a late worker would free the lock of the next.`,
 		},
 		{
-			name: "release-not-held", run: releaseNotHeld,
+			name: "release-not-held", run: releaseNotHeld, leases: lasting, dead: true,
 			rule: `A release of what expired, was released already or was never acquired is ErrNotHeld and creates nothing.`,
 		},
 		{
-			name: "renew-full-ttl", run: renewFullTTL,
+			name: "renew-full-ttl", run: renewFullTTL, leases: lasting,
 			rule: `A renewal gives a full ttl from now: no more than that, however much was left, and no less.`,
 		},
 		{
-			name: "renew-keeps-token", run: renewKeepsToken,
-			rule: `A renewal is no new grant: owner, token and AcquiredAt stay, so that what was written under the token stays valid.`,
+			name: "renew-keeps-token", run: renewKeepsToken, leases: lasting,
+			rule: `A renewal is no new grant: owner, token and AcquiredAt stay, so that what was written under the token stays valid.
+				(With MovingToken: the owner stays, and the token rises with each renewal, AcquiredAt with it.)`,
 		},
 		{
-			name: "renew-shortens", run: renewShortens,
+			name: "renew-shortens", run: renewShortens, leases: varying,
 			rule: `A renewal with a shorter ttl shortens the lease, which is how a lock is left to run out at a chosen time.`,
 		},
 		{
-			name: "renew-same-instant", run: renewSameInstant,
+			name: "renew-same-instant", run: renewSameInstant, leases: lasting,
 			rule: `Renewals that fall into the same instant all succeed, even those that change nothing in the store.`,
 		},
 		{
-			name: "renew-not-owner", run: renewNotOwner,
+			name: "renew-not-owner", run: renewNotOwner, leases: lasting,
 			rule: `Only the very grant that a record names is renewed. Another owner, an older grant of the same owner or a token that
 				was never given out is ErrNotOwner, and nothing has changed.`,
 		},
 		{
-			name: "renew-not-held", run: renewNotHeld,
+			name: "renew-not-held", run: renewNotHeld, leases: lasting, dead: true,
 			rule: `A renewal never re-creates: what expired, was released or was never acquired is ErrNotHeld and stays free.
 				Else a holder that had lost its lock could take it back between two others and not know it.`,
 		},
 		{
-			name: "renew-or-claim", run: renewOrClaim, heavy: true,
+			name: "renew-or-claim", run: renewOrClaim, heavy: true, leases: ending,
 			rule: `At the moment a lease ends either its holder's renewal or another's claim succeeds, never both.`,
 		},
 		{
-			name: "renew-or-release", run: renewOrRelease, heavy: true,
+			name: "renew-or-release", run: renewOrRelease, heavy: true, leases: lasting,
 			rule: `A renewal that meets the release of its own grant does not bring the lock back.`,
 		},
 		{
-			name: "get", run: get,
+			name: "get", run: get, leases: lasting, dead: true,
 			rule: `Get reads a live lock and changes nothing. Free, expired and never seen are all ErrNotHeld.`,
 		},
 		{
-			name: "record-times", run: recordTimes,
+			name: "record-times", run: recordTimes, leases: lasting,
 			rule: `AcquiredAt is the token as a time, in microseconds; AcquiredAt and ExpiresAt are UTC, and what the verbs return is
 				what Get reads.`,
 		},
 		{
-			name: "record-remaining", run: recordRemaining,
+			name: "record-remaining", run: recordRemaining, leases: lasting,
 			rule: `Remaining is what the holder counts down with its own clock, so it is never more than what the lease really had
 				left when the call returned, nor more than the ttl.`,
 		},
 		{
-			name: "record-rebuilt", run: recordRebuilt,
+			name: "record-rebuilt", run: recordRebuilt, leases: lasting, dead: true,
 			rule: `Records are values: resource, owner and token alone name a grant, on any host and through any Locker on the same
 				store, and the times in a record decide nothing.`,
 		},
 		{
-			name: "errors", run: errorMessages,
+			name: "errors", run: errorMessages, leases: lasting,
 			rule: `errors.Is and errors.As work through whatever wraps a verdict, and the message names the resource.`,
 		},
 		{
-			name: "token-zero", run: tokenZero,
+			name: "token-zero", run: tokenZero, leases: lasting,
 			rule: `Token 0 means any grant of this owner, or is refused as invalid. It never means anybody's.`,
 		},
 		{
-			name: "tokens-rise", run: tokensRise, heavy: true,
+			name: "tokens-rise", run: tokensRise, heavy: true, leases: lasting, dead: true,
 			rule: `The token of every grant is higher than those of all grants of the resource before it, over releases, expiry,
 				forced releases, hand-overs, purges and rows that were deleted: a store downstream rejects stale writers by it.`,
 		},
 		{
-			name: "ttl-lasts", run: ttlLasts,
+			name: "ttl-lasts", run: ttlLasts, leases: ending,
 			rule: `A lease lasts for its ttl, not less: until then others are refused. Then it is free, however often others have asked.`,
 		},
 		{
-			name: "ttl-accepted", run: ttlAccepted,
+			name: "ttl-accepted", run: ttlAccepted, leases: lasting | varying,
 			rule: `Every ttl from 1 ms to 10 years is taken as it is, to the millisecond; a part of a millisecond rounds up.`,
 		},
 		{
-			name: "ttl-rejected", run: ttlRejected,
+			name: "ttl-rejected", run: ttlRejected, leases: lasting,
 			rule: `A ttl that is 0, negative or above 10 years is an *InvalidError, and nothing is sent.`,
 		},
 		{
-			name: "names-resource", run: namesResource, heavy: true,
+			name: "names-resource", run: namesResource, heavy: true, leases: lasting,
 			rule: `Resources are compared byte for byte: whatever differs in case, accents, spaces or any other byte is another lock,
 				and Get returns the name as it was given.`,
 		},
 		{
-			name: "names-owner", run: namesOwner, heavy: true,
+			name: "names-owner", run: namesOwner, heavy: true, leases: lasting,
 			rule: `Owners are compared byte for byte, and returned as they were given.`,
 		},
 		{
-			name: "names-bare", run: namesBare, heavy: true,
+			name: "names-bare", run: namesBare, heavy: true, leases: lasting,
 			rule: `Names that mean something elsewhere (to a path, a pattern, a number, a driver) are names like all others here.`,
 		},
 		{
-			name: "names-rejected", run: namesRejected,
+			name: "names-rejected", run: namesRejected, leases: lasting,
 			rule: `A resource or owner that is empty, longer than 255 bytes, not valid UTF-8 or contains NUL is an *InvalidError from
 				every verb, and nothing is sent.`,
 		},
 		{
-			name: "context-cancelled", run: contextCancelled,
+			name: "context-cancelled", run: contextCancelled, leases: lasting, dead: true,
 			rule: `A call whose context has been cancelled returns context.Canceled, which is no verdict, and grants nothing.`,
 		},
 		{
-			name: "context-expired", run: contextExpired,
+			name: "context-expired", run: contextExpired, leases: lasting, dead: true,
 			rule: `A call whose deadline has passed returns context.DeadlineExceeded, which is no verdict, and grants nothing.`,
 		},
 		{
-			name: "context-tight", run: contextTight, heavy: true,
+			name: "context-tight", run: contextTight, heavy: true, leases: lasting,
 			rule: `A deadline in the middle of an acquire leaves the outcome unknown, never wrong: the lock is the owner's or free,
 				and the same owner may send it again.`,
 		},
 		{
-			name: "one-winner", run: oneWinner, heavy: true,
+			name: "one-winner", run: oneWinner, heavy: true, leases: lasting,
 			rule: `Of all those who ask for a free resource at the same time one is granted, and the others are told of that one.`,
 		},
 		{
-			name: "one-winner-expired", run: oneWinnerExpired, heavy: true,
+			name: "one-winner-expired", run: oneWinnerExpired, heavy: true, leases: lasting, dead: true,
 			rule: `Of all those who ask for an expired lock at the same time one is granted, and the others are told of that one.`,
 		},
 		{
-			name: "counter", run: counter, heavy: true,
+			name: "counter", run: counter, heavy: true, leases: lasting,
 			rule: `Nobody is inside while another is: a counter that only the lock protects loses no increment, and whoever comes
 				later has the higher token.`,
 		},
 		{
-			name: "no-overlap", run: noOverlap, heavy: true,
+			name: "no-overlap", run: noOverlap, heavy: true, leases: ending,
 			rule: `At any instant of the store's clock a resource has one owner at most: where leases run out under contention, each
 				grant begins when the lease before it has ended, or later.`,
 		},
 		{
-			name: "two-lockers", run: twoLockers,
+			name: "two-lockers", run: twoLockers, leases: lasting,
 			rule: `Two Lockers on the same store, each with a pool of its own, exclude one another and see the same lock.`,
 		},
 		{
-			name: "batch", run: batch, needs: has[locker.BatchRenewer],
-			rule: `RenewBatch renews as Renew does: a full ttl, the same owner, token and AcquiredAt.`,
+			name: "batch", run: batch, needs: has[locker.BatchRenewer], leases: lasting,
+			rule: `RenewBatch renews as Renew does: a full ttl, the same owner, token and AcquiredAt. (With MovingToken: a higher token,
+				AcquiredAt with it.)`,
 		},
 		{
-			name: "batch-left-out", run: batchLeftOut, needs: has[locker.BatchRenewer],
+			name: "batch-left-out", run: batchLeftOut, needs: has[locker.BatchRenewer], leases: lasting, dead: true,
 			rule: `RenewBatch leaves out, without an error, what it did not renew: what is lost, stolen, another's or unknown. None of
 				these is changed.`,
 		},
 		{
-			name: "batch-duplicates", run: batchDuplicates, needs: has[locker.BatchRenewer],
+			name: "batch-duplicates", run: batchDuplicates, needs: has[locker.BatchRenewer], leases: lasting,
 			rule: `A record that is twice in the list, or beside an older grant of its resource, does not break the batch.`,
 		},
 		{
-			name: "batch-rejected", run: batchRejected, needs: has[locker.BatchRenewer],
+			name: "batch-rejected", run: batchRejected, needs: has[locker.BatchRenewer], leases: lasting,
 			rule: `An invalid ttl or record in a batch is an *InvalidError, and nothing is sent. An empty list is no error.`,
 		},
 		{
-			name: "handover", run: handover, needs: has[locker.Handoverer],
+			name: "handover", run: handover, needs: has[locker.Handoverer], leases: lasting,
 			rule: `A hand-over ends one grant and makes the next one: new owner, higher token, full ttl, and the old grant is dead.`,
 		},
 		{
-			name: "handover-refused", run: handoverRefused, needs: has[locker.Handoverer],
+			name: "handover-refused", run: handoverRefused, needs: has[locker.Handoverer], leases: lasting, dead: true,
 			rule: `Only the very grant that a record names is handed over: ErrNotOwner or ErrNotHeld otherwise, and nothing has
 				changed.`,
 		},
 		{
-			name: "handover-no-gap", run: handoverNoGap, needs: has[locker.Handoverer], heavy: true,
+			name: "handover-no-gap", run: handoverNoGap, needs: has[locker.Handoverer], heavy: true, leases: lasting,
 			rule: `The lock goes to the next owner at the same instant: it is never free in between, and a third cannot get in.`,
 		},
 		{
-			name: "list", run: list, needs: has[locker.Admin],
+			name: "list", run: list, needs: has[locker.Admin], leases: lasting, dead: true,
 			rule: `List pages through the live locks by the bytes of their names, none twice and none left out, without those that
 				expired or were released. A page with fewer than limit locks is the last one.`,
 		},
 		{
-			name: "force-release", run: forceRelease, needs: has[locker.Admin],
+			name: "force-release", run: forceRelease, needs: has[locker.Admin], leases: lasting, dead: true,
 			rule: `A forced release frees the resource whoever holds it and returns whom it evicted; nobody there is ErrNotHeld. The
 				evicted holder's renewal is ErrNotHeld, or ErrNotOwner once the next one is in.`,
 		},
 		{
-			name: "ping", run: ping, needs: has[locker.Pinger],
+			name: "ping", run: ping, needs: has[locker.Pinger], leases: lasting,
 			rule: `Ping returns nil when locks can be read, and ctx's error when ctx has ended.`,
 		},
 		{
-			name: "wait-free", run: waitFree, needs: has[locker.Waiter],
+			name: "wait-free", run: waitFree, needs: has[locker.Waiter], leases: lasting | ending,
 			rule: `WaitFree returns nil when the lock has been released, has expired or is free already, so that no waiter sleeps
 				beside a free lock; and ctx's error when ctx ends.`,
 		},
 		{
-			name: "purge", run: purge, needs: has[Purger],
+			name: "purge", run: purge, needs: has[Purger], leases: lasting, dead: true,
 			rule: `A purge takes what is free and has been idle, and nothing that is held or that is not idle for long enough.`,
 		},
 		{
-			name: "blocked-renew", run: blockedRenew, needs: has[Blocker],
+			name: "blocked-renew", run: blockedRenew, needs: has[Blocker], leases: ending | varying,
 			rule: `A renewal that had to wait in the store gives a full ttl or none: a lease that was counted from before the wait
 				would be over while its holder believes in it.`,
 		},
 		{
-			name: "blocked-acquire", run: blockedAcquire, needs: has[Blocker],
+			name: "blocked-acquire", run: blockedAcquire, needs: has[Blocker], leases: ending | varying,
 			rule: `A claim that had to wait in the store gives a full ttl: a lease that was counted from before the wait would be
 				over while its holder believes in it.`,
 		},
 		{
-			name: "blocked-context", run: blockedContext, needs: has[Blocker],
+			name: "blocked-context", run: blockedContext, needs: has[Blocker], leases: lasting, dead: true,
 			rule: `The context bounds a call that waits in the store; what it says is ctx's error, and the lock is as it was, or as
 				the call would have left it.`,
 		},
 		{
-			name: "batch-large", run: batchLarge, needs: has[locker.BatchRenewer], heavy: true,
+			name: "batch-large", run: batchLarge, needs: has[locker.BatchRenewer], heavy: true, leases: lasting,
 			rule: `A batch may have any number of records: thousands are renewed, and the few that are lost are left out.`,
 		},
 	}
@@ -263,28 +265,28 @@ func allCases() []testCase {
 func acquireFree(c *check) {
 	resource := c.name("a")
 	c.free(c, resource)
-	rec := c.acquire(c, resource, "owner-1", long)
+	rec := c.acquire(c, resource, "owner-1", c.long)
 	if rec.Remaining <= 0 {
-		c.Errorf("%v remaining of a lease of %v", rec.Remaining, long)
+		c.Errorf("%v remaining of a lease of %v", rec.Remaining, c.long)
 	}
 	c.unchanged(c, rec)
 	c.free(c, c.name("b"))
-	c.acquire(c, c.name("b"), "owner-1", long) // an owner may hold many
+	c.acquire(c, c.name("b"), "owner-1", c.long) // an owner may hold many
 	c.unchanged(c, rec)
 }
 
 func acquireHeld(c *check) {
 	resource := c.name("a")
-	c.acquire(c, resource, "owner-1", long)
+	c.acquire(c, resource, "owner-1", c.long)
 	before := c.get(c, resource)
 	for i := range 10 {
-		rec, err := c.Acquire(c.ctx, resource, "owner-2", 2*long)
+		rec, err := c.Acquire(c.ctx, resource, "owner-2", c.longer)
 		held := c.held(err, before, "acquire no. %d of a held resource", i)
 		if rec != (locker.Record{}) {
 			c.Errorf("a refused acquire returned the record %+v, want none", rec)
 		}
-		if h := held.Holder; h.Remaining <= 0 || h.Remaining > long {
-			c.Errorf("the holder has %v left according to the refusal, want more than 0 and at most %v", h.Remaining, long)
+		if h := held.Holder; h.Remaining <= 0 || h.Remaining > c.long {
+			c.Errorf("the holder has %v left according to the refusal, want more than 0 and at most %v", h.Remaining, c.long)
 		}
 		c.unchanged(c, before)
 	}
@@ -292,24 +294,26 @@ func acquireHeld(c *check) {
 	c.want(c.Release(c.ctx, locker.Record{Resource: resource, Owner: "owner-2", Token: before.Token}), locker.ErrNotOwner, "release by who was refused")
 	c.unchanged(c, before)
 	c.release(c, before)
-	c.acquire(c, resource, "owner-2", long)
+	c.acquire(c, resource, "owner-2", c.long)
 }
 
 func acquireAgain(c *check) {
 	resource := c.name("a")
-	first := c.acquire(c, resource, "owner-1", long)
-	second := c.acquire(c, resource, "owner-1", 2*long)
+	first := c.acquire(c, resource, "owner-1", c.long)
+	second := c.acquire(c, resource, "owner-1", c.longer)
 	if second.Token <= first.Token {
 		c.Errorf("token %d of the second grant is not higher than %d of the first", second.Token, first.Token)
 	}
-	if second.Remaining < 2*long-long/2 {
-		c.Errorf("%v remaining of the second grant, want the ttl of %v", second.Remaining, 2*long)
+	if second.Remaining < c.longer-c.long/2 {
+		c.Errorf("%v remaining of the second grant, want the ttl of %v", second.Remaining, c.longer)
 	}
-	c.want(c.Release(c.ctx, first), locker.ErrNotOwner, "release of the first grant")
-	_, err := c.Renew(c.ctx, first, long)
-	c.want(err, locker.ErrNotOwner, "renewal of the first grant")
+	if !c.moving {
+		c.want(c.Release(c.ctx, first), locker.ErrNotOwner, "release of the first grant")
+		_, err := c.Renew(c.ctx, first, c.long)
+		c.want(err, locker.ErrNotOwner, "renewal of the first grant")
+	}
 	c.unchanged(c, second)
-	third := c.acquire(c, resource, "owner-1", long/2) // a new grant has its own ttl, a shorter one too
+	third := c.acquire(c, resource, "owner-1", c.shorter) // a new grant has its own ttl, a shorter one too
 	c.unchanged(c, third)
 	if third.Token <= second.Token {
 		c.Errorf("token %d of the third grant is not higher than %d of the second", third.Token, second.Token)
@@ -321,28 +325,28 @@ func acquireAgain(c *check) {
 func acquireExpired(c *check) {
 	resource := c.name("a")
 	first := c.expired(c, resource, "owner-1")
-	second := c.acquire(c, resource, "owner-2", long)
+	second := c.acquire(c, resource, "owner-2", c.long)
 	if second.Token <= first.Token {
 		c.Errorf("token %d is not higher than that of the expired grant, %d", second.Token, first.Token)
 	}
 	c.unchanged(c, second)
-	_, err := c.Acquire(c.ctx, resource, "owner-1", long)
+	_, err := c.Acquire(c.ctx, resource, "owner-1", c.long)
 	c.held(err, second, "acquire by the owner that let it expire")
 	c.want(c.Release(c.ctx, first), locker.ErrNotOwner, "release by the owner that let it expire")
 	c.unchanged(c, second)
 	// The same owner may come back too.
 	c.expired(c, c.name("b"), "owner-1")
-	c.acquire(c, c.name("b"), "owner-1", long)
+	c.acquire(c, c.name("b"), "owner-1", c.long)
 }
 
 func acquireReleased(c *check) {
 	resource := c.name("a")
-	first := c.acquire(c, resource, "owner-1", long)
+	first := c.acquire(c, resource, "owner-1", c.long)
 	c.release(c, first)
 	c.free(c, resource)
-	second := c.acquire(c, resource, "owner-2", long)
+	second := c.acquire(c, resource, "owner-2", c.long)
 	c.release(c, second)
-	third := c.acquire(c, resource, "owner-2", long)
+	third := c.acquire(c, resource, "owner-2", c.long)
 	if first.Token >= second.Token || second.Token >= third.Token {
 		c.Errorf("tokens %d, %d and %d do not rise", first.Token, second.Token, third.Token)
 	}
@@ -357,26 +361,30 @@ type claim struct {
 
 // notOwners makes resource held and returns the lock, and records of older, of other and of no grants.
 func notOwners(c *check, resource string) (live locker.Record, others []claim) {
-	first := c.acquire(c, resource, "owner-1", long)
+	first := c.acquire(c, resource, "owner-1", c.long)
 	c.release(c, first)
-	older := c.acquire(c, resource, "owner-2", long)
-	c.acquire(c, resource, "owner-2", long)
+	older := c.acquire(c, resource, "owner-2", c.long)
+	c.acquire(c, resource, "owner-2", c.long)
 	live = c.get(c, resource)
 	grant := func(owner string, token int64) locker.Record {
 		return locker.Record{Resource: resource, Owner: owner, Token: token, ExpiresAt: live.ExpiresAt, Remaining: live.Remaining}
 	}
-	return live, []claim{
+	others = []claim{
 		{"another owner", grant("owner-3", live.Token)},
 		{"another owner, with token 1", grant("owner-3", 1)},
 		{"the owner before", first},
 		{"the owner before, with the live token", grant("owner-1", live.Token)},
-		{"an older grant of the same owner", older},
-		{"the owner with a token that is too low by 1", grant("owner-2", live.Token-1)},
 		{"the owner with a token that is too high by 1", grant("owner-2", live.Token+1)},
 		{"the owner with the highest token there can be", grant("owner-2", math.MaxInt64)},
 		{"the owner's name in another case", grant("Owner-2", live.Token)},
 		{"the owner's name and a space", grant("owner-2 ", live.Token)},
 	}
+	if !c.moving {
+		others = append(others,
+			claim{"an older grant of the same owner", older},
+			claim{"the owner with a token that is too low by 1", grant("owner-2", live.Token-1)})
+	}
+	return live, others
 }
 
 func releaseNotOwner(c *check) {
@@ -394,7 +402,7 @@ func releaseNotHeld(c *check) {
 	c.want(c.Release(c.ctx, never), locker.ErrNotHeld, "release of what was never acquired")
 	c.free(c, resource)
 
-	rec := c.acquire(c, c.name("twice"), "owner-1", long)
+	rec := c.acquire(c, c.name("twice"), "owner-1", c.long)
 	c.release(c, rec)
 	for range 2 {
 		c.want(c.Release(c.ctx, rec), locker.ErrNotHeld, "release of what was released")
@@ -406,67 +414,76 @@ func releaseNotHeld(c *check) {
 	rec = c.expired(c, c.name("expired"), "owner-1")
 	c.want(c.Release(c.ctx, rec), locker.ErrNotHeld, "release of what expired")
 	c.free(c, rec.Resource)
-	if next := c.acquire(c, rec.Resource, "owner-2", long); next.Token <= rec.Token {
+	if next := c.acquire(c, rec.Resource, "owner-2", c.long); next.Token <= rec.Token {
 		c.Errorf("token %d after the late release is not higher than %d", next.Token, rec.Token)
 	}
 }
 
 func renewFullTTL(c *check) {
-	first := c.acquire(c, c.name("a"), "owner-1", long)
+	first := c.acquire(c, c.name("a"), "owner-1", c.long)
 	// Each renewal is later than the one before, so with the same ttl its end is, too.
-	second := c.renew(c, first, 2*long)
-	if gain := second.ExpiresAt.Sub(first.ExpiresAt); gain < long {
-		c.Errorf("a renewal from %v to %v moved the end by %v, want at least %v", long, 2*long, gain, long)
+	second := c.renew(c, first, c.longer)
+	if gain := second.ExpiresAt.Sub(first.ExpiresAt); gain < c.longer-c.long {
+		c.Errorf("a renewal from %v to %v moved the end by %v, want at least %v", c.long, c.longer, gain, c.longer-c.long)
+	}
+	for begin := time.Now(); second.ExpiresAt.Equal(first.ExpiresAt); second = c.renew(c, first, c.longer) { // a clock may be coarse
+		if time.Since(begin) > c.patience {
+			c.Fatalf("renewals have not moved the end for %v", c.patience)
+		}
 	}
 	c.unchanged(c, second)
 	last := second
 	for range 5 {
-		rec := c.renew(c, last, 2*long)
+		rec := c.renew(c, last, c.longer)
 		if rec.ExpiresAt.Before(last.ExpiresAt) {
 			c.Errorf("a renewal with the same ttl moved the end from %v to %v", last.ExpiresAt, rec.ExpiresAt)
 		}
-		if got := c.get(c, rec.Resource); got.Remaining > 2*long {
-			c.Errorf("after a renewal for %v the lease has %v left", 2*long, got.Remaining)
+		if got := c.get(c, rec.Resource); got.Remaining > c.longer {
+			c.Errorf("after a renewal for %v the lease has %v left", c.longer, got.Remaining)
 		}
 		c.unchanged(c, rec)
 		last = rec
+	}
+	if c.moving {
+		first = last
 	}
 	c.release(c, first) // its names and token are still those of the grant
 	c.free(c, first.Resource)
 }
 
 func renewKeepsToken(c *check) {
-	rec := c.acquire(c, c.name("a"), "owner-1", long)
+	rec := c.acquire(c, c.name("a"), "owner-1", c.long)
 	for i := range 5 {
-		renewed := c.renew(c, rec, long)
-		if renewed.Token != rec.Token || !renewed.AcquiredAt.Equal(rec.AcquiredAt) {
-			c.Errorf("renewal no. %d: token %d and AcquiredAt %v, want %d and %v as granted", i, renewed.Token, renewed.AcquiredAt, rec.Token, rec.AcquiredAt)
-		}
+		renewed := c.renew(c, rec, c.long)
+		c.renewal(renewed, rec, "renewal no. %d", i)
 		c.unchanged(c, renewed)
+		if c.moving {
+			rec = renewed
+		}
 	}
 	c.release(c, rec)
 }
 
 func renewShortens(c *check) {
-	rec := c.acquire(c, c.name("a"), "owner-1", long)
-	short := c.renew(c, rec, long/2)
+	rec := c.acquire(c, c.name("a"), "owner-1", c.long)
+	short := c.renew(c, rec, c.shorter)
 	if !short.ExpiresAt.Before(rec.ExpiresAt) {
-		c.Errorf("a renewal from %v to %v left the end at %v (before: %v)", long, long/2, short.ExpiresAt, rec.ExpiresAt)
+		c.Errorf("a renewal from %v to %v left the end at %v (before: %v)", c.long, c.shorter, short.ExpiresAt, rec.ExpiresAt)
 	}
 	c.unchanged(c, short)
 	c.cut(c, short)
-	c.acquire(c, rec.Resource, "owner-2", long)
+	c.acquire(c, rec.Resource, "owner-2", c.long)
 }
 
 func renewSameInstant(c *check) {
-	rec := c.acquire(c, c.name("a"), "owner-1", long)
+	rec := c.acquire(c, c.name("a"), "owner-1", c.long)
 	for range 10 {
-		c.renew(c, rec, long)
+		c.renew(c, rec, c.long)
 	}
 	var wg sync.WaitGroup
 	for i := range 10 {
 		wg.Go(func() {
-			renewed, err := c.lockers[i%2].Renew(c.ctx, rec, long)
+			renewed, err := c.lockers[i%2].Renew(c.ctx, rec, c.long)
 			if err != nil {
 				c.Errorf("renewal no. %d of ten at the same time: %v", i, err)
 			} else if renewed.Owner != rec.Owner || renewed.Resource != rec.Resource {
@@ -481,72 +498,85 @@ func renewSameInstant(c *check) {
 func renewNotOwner(c *check) {
 	live, others := notOwners(c, c.name("a"))
 	for _, o := range others {
-		_, err := c.Renew(c.ctx, o.rec, 2*long)
+		_, err := c.Renew(c.ctx, o.rec, c.longer)
 		c.want(err, locker.ErrNotOwner, "renewal by %s", o.by)
 		c.unchanged(c, live)
 	}
-	c.renew(c, live, long)
+	c.renew(c, live, c.long)
 }
 
 func renewNotHeld(c *check) {
 	resource := c.name("never")
-	_, err := c.Renew(c.ctx, locker.Record{Resource: resource, Owner: "owner-1", Token: 1}, long)
+	_, err := c.Renew(c.ctx, locker.Record{Resource: resource, Owner: "owner-1", Token: 1}, c.long)
 	c.want(err, locker.ErrNotHeld, "renewal of what was never acquired")
 	c.free(c, resource)
 
-	rec := c.acquire(c, c.name("released"), "owner-1", long)
+	rec := c.acquire(c, c.name("released"), "owner-1", c.long)
 	c.release(c, rec)
 	for range 2 {
-		_, err = c.Renew(c.ctx, rec, long)
+		_, err = c.Renew(c.ctx, rec, c.long)
 		c.want(err, locker.ErrNotHeld, "renewal of what was released")
 		c.free(c, rec.Resource)
 	}
 	rec.Owner = "owner-2"
-	_, err = c.Renew(c.ctx, rec, long)
+	_, err = c.Renew(c.ctx, rec, c.long)
 	c.want(err, locker.ErrNotHeld, "renewal by another of what was released")
 	c.free(c, rec.Resource)
 
 	rec = c.expired(c, c.name("expired"), "owner-1")
 	for range 2 {
-		_, err = c.Renew(c.ctx, rec, long)
+		_, err = c.Renew(c.ctx, rec, c.long)
 		c.want(err, locker.ErrNotHeld, "renewal of what expired")
 		c.free(c, rec.Resource)
 	}
-	c.acquire(c, rec.Resource, "owner-2", long)
+	c.acquire(c, rec.Resource, "owner-2", c.long)
 }
 
 func renewOrClaim(c *check) {
-	for i := range c.rounds(300) {
+	rounds := c.rounds(300)
+	if c.fixed != 0 {
+		rounds = min(rounds, 60) // each takes as long as a lease, or two
+	}
+	for i := range rounds {
 		resource := c.name(fmt.Sprint(i))
-		rec, err := c.Acquire(c.ctx, resource, "holder", time.Duration(1+i%4)*time.Millisecond)
+		rec, err := c.Acquire(c.ctx, resource, "holder", c.ttl(time.Duration(1+i%4)*time.Millisecond))
 		if err != nil {
 			c.Fatalf("Acquire: %v", err)
 		}
+		var again, next locker.Record
 		var renewed, claimed error
 		var wg sync.WaitGroup
 		wg.Go(func() {
-			time.Sleep(rand.N(rec.Remaining + 1)) // up to the very end
-			_, renewed = c.lockers[0].Renew(c.ctx, rec, long)
+			time.Sleep(rec.Remaining - rand.N(min(rec.Remaining, 8*time.Millisecond)+1)) // up to the very end
+			again, renewed = c.lockers[0].Renew(c.ctx, rec, c.long)
 		})
 		wg.Go(func() {
 			time.Sleep(rec.Remaining - time.Millisecond)
 			for {
-				_, claimed = c.lockers[1].Acquire(c.ctx, resource, "claimer", long)
+				next, claimed = c.lockers[1].Acquire(c.ctx, resource, "claimer", c.long)
 				var held *locker.HeldError
 				if !errors.As(claimed, &held) || held.Holder.Remaining > time.Minute { // renewed: it will not end
 					return
 				}
+				time.Sleep(held.Holder.Remaining - time.Millisecond)
 			}
 		})
 		wg.Wait()
+		if renewed == nil {
+			rec = again
+		}
 		holder, err := c.Get(c.ctx, resource)
 		switch {
-		case renewed == nil && claimed == nil:
-			c.Fatalf("round %d: both succeeded, the renewal and the claim; now %q holds the lock", i, holder.Owner)
 		case renewed != nil && !errors.Is(renewed, locker.ErrNotHeld) && !errors.Is(renewed, locker.ErrNotOwner):
 			c.Fatalf("round %d: Renew: %v", i, renewed)
 		case claimed != nil && !errors.Is(claimed, locker.ErrHeld):
 			c.Fatalf("round %d: Acquire: %v", i, claimed)
+		case c.fixed != 0: // a renewed lease ends too, so that the claim came in any case
+			if next.AcquiredAt.Before(rec.ExpiresAt) {
+				c.Fatalf("round %d: the claim began %v before the lease ended (renewal: %v)", i, rec.ExpiresAt.Sub(next.AcquiredAt), renewed)
+			}
+		case renewed == nil && claimed == nil:
+			c.Fatalf("round %d: both succeeded, the renewal and the claim; now %q holds the lock", i, holder.Owner)
 		case err != nil:
 			c.Fatalf("round %d: Get: %v, want a lock (renewal: %v, claim: %v)", i, err, renewed, claimed)
 		case (renewed == nil) != (holder.Owner == "holder"):
@@ -558,10 +588,10 @@ func renewOrClaim(c *check) {
 func renewOrRelease(c *check) {
 	resource := c.name("a")
 	for i := range c.rounds(200) {
-		rec := c.acquire(c, resource, fmt.Sprintf("owner-%d", i), long)
+		rec := c.acquire(c, resource, fmt.Sprintf("owner-%d", i), c.long)
 		var renewed, released error
 		var wg sync.WaitGroup
-		wg.Go(func() { _, renewed = c.lockers[0].Renew(c.ctx, rec, long) })
+		wg.Go(func() { _, renewed = c.lockers[0].Renew(c.ctx, rec, c.long) })
 		wg.Go(func() {
 			if i%2 == 0 {
 				time.Sleep(rand.N(time.Millisecond)) // which of them comes first is not to be settled by the scheduler
@@ -584,10 +614,10 @@ func renewOrRelease(c *check) {
 func get(c *check) {
 	resource := c.name("a")
 	c.free(c, resource)
-	rec := c.acquire(c, resource, "owner-1", long)
+	rec := c.acquire(c, resource, "owner-1", c.long)
 	for _, l := range c.lockers {
 		got := c.get(l, resource)
-		c.record(got, resource, "owner-1", long)
+		c.record(got, resource, "owner-1", c.long)
 		if got.Token != rec.Token {
 			c.Errorf("Get returned token %d, want that of the grant, %d", got.Token, rec.Token)
 		}
@@ -598,7 +628,7 @@ func get(c *check) {
 	c.expired(c, resource, "owner-2")
 	c.free(c, resource)
 	// What Get did not find is still to be had.
-	c.acquire(c, resource, "owner-3", long)
+	c.acquire(c, resource, "owner-3", c.long)
 }
 
 func recordTimes(c *check) {
@@ -616,19 +646,19 @@ func recordTimes(c *check) {
 			c.Errorf("%s: IsExpired is not false at AcquiredAt and true at ExpiresAt", verb)
 		}
 	}
-	rec := c.acquire(c, c.name("a"), "owner-1", long)
-	times("Acquire", rec, long)
-	times("Get", c.get(c, rec.Resource), long)
-	rec = c.renew(c, rec, long)
-	times("Renew", rec, long)
-	times("Get", c.get(c, rec.Resource), long)
-	again := c.acquire(c, c.name("a"), "owner-1", long)
-	times("Acquire again", again, long)
+	rec := c.acquire(c, c.name("a"), "owner-1", c.long)
+	times("Acquire", rec, c.long)
+	times("Get", c.get(c, rec.Resource), c.long)
+	rec = c.renew(c, rec, c.long)
+	times("Renew", rec, c.long)
+	times("Get", c.get(c, rec.Resource), c.long)
+	again := c.acquire(c, c.name("a"), "owner-1", c.long)
+	times("Acquire again", again, c.long)
 	c.unchanged(c, again)
 }
 
 func recordRemaining(c *check) {
-	const ttl = time.Minute
+	ttl := c.ttl(time.Minute)
 	var rec locker.Record
 	for i := range 20 {
 		var err error
@@ -667,26 +697,26 @@ func recordRemaining(c *check) {
 
 func recordRebuilt(c *check) {
 	resource := c.name("a")
-	rec := c.acquire(c, resource, "owner-1", long)
+	rec := c.acquire(c, resource, "owner-1", c.long)
 	handle := locker.Record{Resource: resource, Owner: "owner-1", Token: rec.Token}
-	renewed := c.renew(c.lockers[1], handle, long)
+	renewed := c.renew(c.lockers[1], handle, c.long)
 	c.unchanged(c, renewed)
 
 	handle = locker.Record{
 		Resource: resource, Owner: "owner-1", Token: renewed.Token,
 		AcquiredAt: time.Unix(1, 0), ExpiresAt: time.Unix(2, 0), Remaining: -1,
 	}
-	renewed = c.renew(c.lockers[1], handle, long)
-	if renewed.Remaining < long/2 {
-		c.Errorf("%v remaining after a renewal for %v through a record whose times are wrong", renewed.Remaining, long)
+	renewed = c.renew(c.lockers[1], handle, c.long)
+	if renewed.Remaining < c.long/2 {
+		c.Errorf("%v remaining after a renewal for %v through a record whose times are wrong", renewed.Remaining, c.long)
 	}
 	c.release(c.lockers[1], locker.Record{Resource: resource, Owner: "owner-1", Token: renewed.Token})
 	c.free(c, resource)
 
 	// And one that claims to be live for ever is not.
 	dead := c.expired(c, resource, "owner-2")
-	dead.ExpiresAt, dead.Remaining = dead.ExpiresAt.AddDate(100, 0, 0), long
-	_, err := c.Renew(c.ctx, dead, long)
+	dead.ExpiresAt, dead.Remaining = dead.ExpiresAt.AddDate(100, 0, 0), c.long
+	_, err := c.Renew(c.ctx, dead, c.long)
 	c.want(err, locker.ErrNotHeld, "renewal of an expired grant through a record whose times are wrong")
 	c.want(c.Release(c.ctx, dead), locker.ErrNotHeld, "release of an expired grant through a record whose times are wrong")
 }
@@ -694,11 +724,11 @@ func recordRebuilt(c *check) {
 func errorMessages(c *check) {
 	resource := c.name("a")
 	_, notHeld := c.Get(c.ctx, resource)
-	rec := c.acquire(c, resource, "owner-1", long)
-	_, held := c.Acquire(c.ctx, resource, "owner-2", long)
+	rec := c.acquire(c, resource, "owner-1", c.long)
+	_, held := c.Acquire(c.ctx, resource, "owner-2", c.long)
 	other := rec
 	other.Owner = "owner-2"
-	_, notOwner := c.Renew(c.ctx, other, long)
+	_, notOwner := c.Renew(c.ctx, other, c.long)
 	for _, e := range []struct{ err, verdict error }{
 		{notHeld, locker.ErrNotHeld},
 		{held, locker.ErrHeld},
@@ -722,11 +752,11 @@ func errorMessages(c *check) {
 
 func tokenZero(c *check) {
 	resource := c.name("a")
-	c.acquire(c, resource, "owner-1", long)
+	c.acquire(c, resource, "owner-1", c.long)
 	live := c.get(c, resource)
 	grantOf := func(owner string) locker.Record { return locker.Record{Resource: resource, Owner: owner} }
 
-	_, err := c.Renew(c.ctx, grantOf("owner-2"), 2*long)
+	_, err := c.Renew(c.ctx, grantOf("owner-2"), c.longer)
 	if !errors.Is(err, locker.ErrInvalid) {
 		c.want(err, locker.ErrNotOwner, "renewal of token 0 by another owner")
 	}
@@ -736,14 +766,14 @@ func tokenZero(c *check) {
 	}
 	c.unchanged(c, live)
 
-	rec, err := c.Renew(c.ctx, grantOf("owner-1"), 2*long)
+	rec, err := c.Renew(c.ctx, grantOf("owner-1"), c.longer)
 	switch {
 	case errors.Is(err, locker.ErrInvalid):
 		c.unchanged(c, live)
 	case err != nil:
 		c.Fatalf("renewal of token 0 by the owner: %v", err)
 	default:
-		c.record(rec, resource, "owner-1", 2*long)
+		c.record(rec, resource, "owner-1", c.longer)
 		c.unchanged(c, rec) // with the token of the grant
 		live = rec
 	}
@@ -754,7 +784,7 @@ func tokenZero(c *check) {
 		c.Fatalf("release of token 0 by the owner: %v", err)
 	default:
 		c.free(c, resource)
-		_, err := c.Renew(c.ctx, grantOf("owner-1"), long)
+		_, err := c.Renew(c.ctx, grantOf("owner-1"), c.long)
 		c.want(err, locker.ErrNotHeld, "renewal of token 0 after the release")
 		c.want(c.Release(c.ctx, grantOf("owner-1")), locker.ErrNotHeld, "release of token 0 after the release")
 		c.free(c, resource)
@@ -768,7 +798,7 @@ func tokensRise(c *check) {
 		name  string
 		grant func(owner string, last locker.Record) locker.Record
 	}
-	acquire := func(owner string) locker.Record { return c.acquire(c, resource, owner, long) }
+	acquire := func(owner string) locker.Record { return c.acquire(c, resource, owner, c.long) }
 	ways := []way{
 		{"release", func(owner string, last locker.Record) locker.Record {
 			c.release(c, last)
@@ -810,7 +840,7 @@ func tokensRise(c *check) {
 	}
 	if l, ok := c.Locker.(locker.Handoverer); ok {
 		ways = append(ways, way{"hand-over", func(owner string, last locker.Record) locker.Record {
-			rec, err := l.Handover(c.ctx, last, owner, long)
+			rec, err := l.Handover(c.ctx, last, owner, c.long)
 			if err != nil {
 				c.Fatalf("Handover: %v", err)
 			}
@@ -829,7 +859,7 @@ func tokensRise(c *check) {
 }
 
 func ttlLasts(c *check) {
-	const ttl = 200 * time.Millisecond
+	ttl := c.ttl(200 * time.Millisecond)
 	resource := c.name("a")
 	begin := time.Now()
 	rec := c.acquire(c, resource, "owner-1", ttl)
@@ -844,7 +874,7 @@ func ttlLasts(c *check) {
 			time.Sleep(time.Millisecond)
 			continue
 		}
-		if lasted < ttl-clockSlack {
+		if lasted < ttl-slack(ttl) {
 			c.Errorf("a lease of %v was given to another after %v", ttl, lasted)
 		}
 		return
@@ -852,7 +882,8 @@ func ttlLasts(c *check) {
 }
 
 func ttlAccepted(c *check) {
-	for i, ttl := range []struct{ given, want time.Duration }{
+	type accepted struct{ given, want time.Duration }
+	ttls := []accepted{
 		{1, time.Millisecond},
 		{999_999, time.Millisecond},
 		{time.Millisecond, time.Millisecond},
@@ -863,7 +894,11 @@ func ttlAccepted(c *check) {
 		{time.Hour + time.Millisecond, time.Hour + time.Millisecond},
 		{365 * 24 * time.Hour, 365 * 24 * time.Hour},
 		{locker.MaxTTL, locker.MaxTTL},
-	} {
+	}
+	if !c.can(varying) {
+		ttls = []accepted{{c.fixed, c.fixed}}
+	}
+	for i, ttl := range ttls {
 		// A store may read its clock once for each of the two times, so the best of many tries is what counts.
 		best, left := time.Duration(math.MaxInt64), time.Duration(0)
 		for try := range 50 {
@@ -883,7 +918,7 @@ func ttlAccepted(c *check) {
 			c.Errorf("Acquire for %v: ExpiresAt is %v after AcquiredAt at best, want %v", ttl.given, best, ttl.want)
 		}
 		for try := 0; try < 50 && left < ttl.want-ttl.want/10; try++ {
-			rec := c.acquire(c, c.name(fmt.Sprintf("renew %d-%d", i, try)), "owner-1", long)
+			rec := c.acquire(c, c.name(fmt.Sprintf("renew %d-%d", i, try)), "owner-1", c.long)
 			if ttl.want < 100*time.Millisecond { // too little to tell from the time that a call takes
 				c.cutTo(c, rec, ttl.given)
 				break
@@ -905,8 +940,12 @@ func cancelled(ctx context.Context) context.Context {
 }
 
 func ttlRejected(c *check) {
-	rec := c.acquire(c, c.name("held"), "owner-1", long)
-	for _, ttl := range []time.Duration{0, -1, -time.Second, locker.MaxTTL + 1, locker.MaxTTL + time.Millisecond, math.MaxInt64, math.MinInt64} {
+	rec := c.acquire(c, c.name("held"), "owner-1", c.long)
+	ttls := []time.Duration{0, -1, -time.Second, locker.MaxTTL + 1, locker.MaxTTL + time.Millisecond, math.MaxInt64, math.MinInt64}
+	if c.fixed != 0 { // valid, but not for this Locker
+		ttls = append(ttls, c.fixed-time.Millisecond, c.fixed+time.Millisecond, c.fixed/2, 2*c.fixed, locker.MinTTL)
+	}
+	for _, ttl := range ttls {
 		for _, ctx := range []context.Context{c.ctx, cancelled(c.ctx)} {
 			_, err := c.Acquire(ctx, c.name("free"), "owner-1", ttl)
 			c.invalid(err, "ttl", "Acquire for %d ns", ttl)
@@ -937,13 +976,13 @@ func contextExpired(c *check) {
 }
 
 func contextEnded(c *check, ctx context.Context, want error) {
-	rec := c.acquire(c, c.name("held"), "owner-1", long)
+	rec := c.acquire(c, c.name("held"), "owner-1", c.long)
 	dead := c.expired(c, c.name("expired"), "owner-1")
-	_, acquired := c.Acquire(ctx, c.name("free"), "owner-1", long)
-	_, stolen := c.Acquire(ctx, dead.Resource, "owner-2", long)
-	_, refused := c.Acquire(ctx, rec.Resource, "owner-2", long)
-	_, again := c.Acquire(ctx, rec.Resource, "owner-1", long)
-	_, renewed := c.Renew(ctx, rec, 2*long)
+	_, acquired := c.Acquire(ctx, c.name("free"), "owner-1", c.long)
+	_, stolen := c.Acquire(ctx, dead.Resource, "owner-2", c.long)
+	_, refused := c.Acquire(ctx, rec.Resource, "owner-2", c.long)
+	_, again := c.Acquire(ctx, rec.Resource, "owner-1", c.long)
+	_, renewed := c.Renew(ctx, rec, c.longer)
 	_, got := c.Get(ctx, rec.Resource)
 	for verb, err := range map[string]error{
 		"Acquire of a free resource":    acquired,
@@ -974,7 +1013,7 @@ func contextTight(c *check) {
 	for i := range c.rounds(50) {
 		resource, owner := c.name(fmt.Sprint(i)), fmt.Sprintf("owner-%d", i)
 		ctx, cancel := context.WithTimeout(c.ctx, rand.N(time.Millisecond))
-		rec, err := c.Acquire(ctx, resource, owner, long)
+		rec, err := c.Acquire(ctx, resource, owner, c.long)
 		cancel()
 		if err != nil && !errors.Is(err, context.DeadlineExceeded) {
 			c.Fatalf("Acquire with little time: %v, want a grant or %q", err, context.DeadlineExceeded)
@@ -987,11 +1026,11 @@ func contextTight(c *check) {
 			c.Fatalf("Get after Acquire with little time (%v): %v", errorText(err), geterr)
 		}
 		// Statements that were given up may land late, so later tokens are not compared.
-		again := c.acquire(c, resource, owner, long)
+		again := c.acquire(c, resource, owner, c.long)
 		if again.Token <= rec.Token {
 			c.Errorf("token %d of the second grant after %d", again.Token, rec.Token)
 		}
-		_, err = c.Acquire(c.ctx, resource, "another", long)
+		_, err = c.Acquire(c.ctx, resource, "another", c.long)
 		c.held(err, again, "acquire by another")
 	}
 }
@@ -1022,7 +1061,7 @@ func race(c *check, resource string, round int) int64 {
 	for w := range workers {
 		wg.Go(func() {
 			<-start
-			recs[w], errs[w] = c.lockers[w%2].Acquire(c.ctx, resource, fmt.Sprintf("worker-%d", w), long)
+			recs[w], errs[w] = c.lockers[w%2].Acquire(c.ctx, resource, fmt.Sprintf("worker-%d", w), c.long)
 		})
 	}
 	close(start)
@@ -1090,7 +1129,7 @@ func counter(c *check) {
 // acquireWait polls until resource is granted.
 func acquireWait(c *check, l locker.Locker, resource, owner string) (locker.Record, error) {
 	for n := 0; ; n++ {
-		rec, err := l.Acquire(c.ctx, resource, owner, long)
+		rec, err := l.Acquire(c.ctx, resource, owner, c.long)
 		if !errors.Is(err, locker.ErrHeld) || c.hasFailed() {
 			return rec, err
 		}
@@ -1107,12 +1146,20 @@ func noOverlap(c *check) {
 		leases   []locker.Record // as last renewed
 		wg       sync.WaitGroup
 	)
+	if c.fixed != 0 {
+		rounds = min(rounds, 10) // each takes as long as a lease
+	}
+	keep := func(rec locker.Record) {
+		mu.Lock()
+		defer mu.Unlock()
+		leases = append(leases, rec)
+	}
 	for w := range workers {
 		wg.Go(func() {
 			l := c.lockers[w%2]
 			for i := 0; i < rounds && !c.hasFailed(); {
 				// A new owner each time: the same one would be granted again and might cut its own lease short.
-				rec, err := l.Acquire(c.ctx, resource, fmt.Sprintf("worker-%d-%d", w, i), time.Duration(1+rand.N(4))*time.Millisecond)
+				rec, err := l.Acquire(c.ctx, resource, fmt.Sprintf("worker-%d-%d", w, i), c.ttl(time.Duration(1+rand.N(4))*time.Millisecond))
 				var held *locker.HeldError
 				if errors.As(err, &held) {
 					time.Sleep(held.Holder.Remaining)
@@ -1124,17 +1171,21 @@ func noOverlap(c *check) {
 				}
 				// Renewed once, perhaps too late. Not for less than it has: it could end before the call returns, which is then refused.
 				if i++; i%3 == 0 {
-					switch renewed, err := l.Renew(c.ctx, rec, 5*time.Millisecond); {
+					if c.fixed != 0 {
+						time.Sleep(rec.Remaining / 2) // at once it would add next to nothing
+					}
+					switch renewed, err := l.Renew(c.ctx, rec, c.ttl(5*time.Millisecond)); {
 					case err == nil:
+						if c.moving {
+							keep(rec) // only this says when the lease began
+						}
 						rec = renewed
 					case !errors.Is(err, locker.ErrNotHeld) && !errors.Is(err, locker.ErrNotOwner):
 						c.Errorf("Renew: %v", err)
 						return
 					}
 				}
-				mu.Lock()
-				leases = append(leases, rec)
-				mu.Unlock()
+				keep(rec)
 			}
 		})
 	}
@@ -1156,20 +1207,20 @@ func twoLockers(c *check) {
 	resource := c.name("a")
 	for i := range 2 {
 		a, b := c.lockers[i], c.lockers[1-i]
-		rec := c.acquire(a, resource, "owner-a", long)
+		rec := c.acquire(a, resource, "owner-a", c.long)
 		c.unchanged(b, rec)
-		_, err := b.Acquire(c.ctx, resource, "owner-b", long)
+		_, err := b.Acquire(c.ctx, resource, "owner-b", c.long)
 		c.held(err, rec, "acquire through the other Locker")
-		rec = c.renew(b, rec, 2*long)
+		rec = c.renew(b, rec, c.longer)
 		c.unchanged(a, rec)
 		c.release(b, rec)
 		c.free(a, resource)
 		c.want(a.Release(c.ctx, rec), locker.ErrNotHeld, "release of what was released through the other Locker")
-		next := c.acquire(b, resource, "owner-b", long)
+		next := c.acquire(b, resource, "owner-b", c.long)
 		if next.Token <= rec.Token {
 			c.Errorf("token %d through one Locker after %d through the other", next.Token, rec.Token)
 		}
-		_, err = a.Acquire(c.ctx, resource, "owner-a", long)
+		_, err = a.Acquire(c.ctx, resource, "owner-a", c.long)
 		c.held(err, next, "acquire through the first Locker")
 		c.release(b, next)
 	}

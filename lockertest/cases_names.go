@@ -68,16 +68,16 @@ func namesResource(c *check) {
 	names := oddNames(digits())
 	recs := make([]locker.Record, len(names))
 	for i, name := range names {
-		rec, err := c.Acquire(c.ctx, name, fmt.Sprintf("owner-%d", i), long)
+		rec, err := c.Acquire(c.ctx, name, fmt.Sprintf("owner-%d", i), c.long)
 		if err != nil {
 			c.Fatalf("Acquire(%q): %v, want a grant: no other name is this one", name, err)
 		}
-		c.record(rec, name, fmt.Sprintf("owner-%d", i), long)
+		c.record(rec, name, fmt.Sprintf("owner-%d", i), c.long)
 		recs[i] = rec
 	}
 	for _, rec := range recs {
 		got := c.get(c, rec.Resource)
-		c.record(got, rec.Resource, rec.Owner, long)
+		c.record(got, rec.Resource, rec.Owner, c.long)
 		if got.Token != rec.Token {
 			c.Errorf("Get(%q) returned token %d, want %d", rec.Resource, got.Token, rec.Token)
 		}
@@ -85,7 +85,7 @@ func namesResource(c *check) {
 	// Renewals and releases reach the lock they name, and no other.
 	for i, rec := range recs {
 		if i%2 == 0 {
-			c.release(c, c.renew(c, rec, long))
+			c.release(c, c.renew(c, rec, c.long))
 		}
 	}
 	for i, rec := range recs {
@@ -93,7 +93,7 @@ func namesResource(c *check) {
 			c.free(c, rec.Resource)
 		} else {
 			c.unchanged(c, rec)
-			_, err := c.Acquire(c.ctx, rec.Resource, "another", long)
+			_, err := c.Acquire(c.ctx, rec.Resource, "another", c.long)
 			c.held(err, rec, "acquire of %q, which is held", rec.Resource)
 		}
 	}
@@ -103,33 +103,34 @@ func namesOwner(c *check) {
 	names := append(oddNames(digits()), bareNames...)
 	resource := c.name("a")
 	for i, name := range names {
-		rec, err := c.Acquire(c.ctx, resource, name, long)
+		rec, err := c.Acquire(c.ctx, resource, name, c.long)
 		if err != nil {
 			c.Fatalf("Acquire for owner %q: %v", name, err)
 		}
-		c.record(rec, resource, name, long)
+		c.record(rec, resource, name, c.long)
 		c.unchanged(c, rec)
 		// The others are others, above all those that are much the same.
 		for near := i - 5; near <= i+5; near++ {
 			if near == i || near < 0 || near >= len(names) {
 				continue
 			}
-			_, err := c.Acquire(c.ctx, resource, names[near], long)
+			_, err := c.Acquire(c.ctx, resource, names[near], c.long)
 			c.held(err, rec, "acquire for owner %q", names[near])
 		}
 		other := rec
 		other.Owner = names[(i+1)%len(names)]
 		c.want(c.Release(c.ctx, other), locker.ErrNotOwner, "release by %q of the lock of %q", other.Owner, name)
-		_, err = c.Renew(c.ctx, other, long)
+		_, err = c.Renew(c.ctx, other, c.long)
 		c.want(err, locker.ErrNotOwner, "renewal by %q of the lock of %q", other.Owner, name)
 		c.unchanged(c, rec)
-		c.release(c, c.renew(c, rec, long))
+		c.release(c, c.renew(c, rec, c.long))
 	}
 }
 
 func namesBare(c *check) {
-	// Other runs may be here with the same names: one at a time. What a run that was killed has left ends before its guard does.
-	const guardTTL, ttl = time.Minute, 30 * time.Second
+	// Other runs may be here with the same names: one at a time. What a run that was killed has left ends before its guard does
+	// (or, where there is one ttl only, as good as with it).
+	guardTTL, ttl := c.ttl(time.Minute), c.ttl(30*time.Second)
 	owner := digits()
 	var guard locker.Record
 	for begin := time.Now(); ; time.Sleep(10 * time.Millisecond) {
@@ -161,28 +162,28 @@ func namesBare(c *check) {
 }
 
 func namesRejected(c *check) {
-	rec := c.acquire(c, c.name("held"), "owner-1", long)
+	rec := c.acquire(c, c.name("held"), "owner-1", c.long)
 	for _, name := range badNames {
 		for _, ctx := range []context.Context{c.ctx, cancelled(c.ctx)} {
-			_, err := c.Acquire(ctx, name, "owner-1", long)
+			_, err := c.Acquire(ctx, name, "owner-1", c.long)
 			c.invalid(err, "resource", "Acquire(%.40q)", name)
-			_, err = c.Acquire(ctx, rec.Resource, name, long)
+			_, err = c.Acquire(ctx, rec.Resource, name, c.long)
 			c.invalid(err, "owner", "Acquire for owner %.40q", name)
 			_, err = c.Get(ctx, name)
 			c.invalid(err, "resource", "Get(%.40q)", name)
 
 			bad := locker.Record{Resource: name, Owner: "owner-1", Token: rec.Token}
-			_, err = c.Renew(ctx, bad, long)
+			_, err = c.Renew(ctx, bad, c.long)
 			c.invalid(err, "resource", "Renew(%.40q)", name)
 			c.invalid(c.Release(ctx, bad), "resource", "Release(%.40q)", name)
 
 			bad = locker.Record{Resource: rec.Resource, Owner: name, Token: rec.Token}
-			_, err = c.Renew(ctx, bad, long)
+			_, err = c.Renew(ctx, bad, c.long)
 			c.invalid(err, "owner", "Renew by owner %.40q", name)
 			c.invalid(c.Release(ctx, bad), "owner", "Release by owner %.40q", name)
 
 			bad = locker.Record{Resource: rec.Resource, Owner: rec.Owner, Token: -1}
-			_, err = c.Renew(ctx, bad, long)
+			_, err = c.Renew(ctx, bad, c.long)
 			c.invalid(err, "token", "Renew of token -1")
 			c.invalid(c.Release(ctx, bad), "token", "Release of token -1")
 		}
@@ -190,7 +191,7 @@ func namesRejected(c *check) {
 	c.unchanged(c, rec)
 	// The longest and the shortest there may be.
 	for _, owner := range []string{"x", strings.Repeat("x", 255), strings.Repeat("é", 127), strings.Repeat("🔒", 63)} {
-		rec := c.acquire(c, c.name(owner[:min(len(owner), 100)]), owner, long)
+		rec := c.acquire(c, c.name(owner[:min(len(owner), 100)]), owner, c.long)
 		c.unchanged(c, rec)
 	}
 }

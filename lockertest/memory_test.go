@@ -23,6 +23,8 @@ func TestMemoryWithFourVerbs(t *testing.T) {
 }
 
 // testMemory is a Memory with the interfaces that a test may add. While a resource is blocked, changes of it wait.
+//
+// Expire is what it is where a lock is the time of its grant: that time, and so the token, is moved back.
 type testMemory struct {
 	*Memory
 	gate  sync.Mutex // of gates
@@ -31,6 +33,7 @@ type testMemory struct {
 
 var (
 	_ Blocker    = (*testMemory)(nil)
+	_ Expirer    = (*testMemory)(nil)
 	_ RowDeleter = (*testMemory)(nil)
 )
 
@@ -41,6 +44,12 @@ func newTestMemory() *testMemory {
 func (m *testMemory) DeleteRow(_ context.Context, resource string) error {
 	defer m.lock()()
 	delete(m.rows, resource)
+	return nil
+}
+
+func (m *testMemory) Expire(_ context.Context, resource string) error {
+	now := time.Now().UnixMicro()
+	m.change(resource, func(r *memoryRow) { r.token, r.expires = r.token-(r.expires-now), now })
 	return nil
 }
 

@@ -51,6 +51,13 @@ type Blocker interface {
 	Block(ctx context.Context, resource string) (unblock func(), err error)
 }
 
+// Expirer is an optional interface of the Locker under test, for a wrapper in your test to implement: Expire makes the lease of
+// resource be over now, as if its ttl had passed. (It may move the lock's token back by that.) With a FixedTTL of a minute or more Run
+// expires locks with it, as it does otherwise by a short ttl; without it the cases that need expired locks are skipped.
+type Expirer interface {
+	Expire(ctx context.Context, resource string) error
+}
+
 // Option changes what Run does.
 type Option func(*suite)
 
@@ -58,6 +65,22 @@ type Option func(*suite)
 // exception of it. The case is reported as skipped, with reason.
 func Except(name, reason string) Option {
 	return func(s *suite) { s.except[name] = reason }
+}
+
+// FixedTTL is for a Locker that has one ttl and refuses every other as an *InvalidError. Every case asks for ttl, so one Run cannot
+// do all of them: run it twice. With a minute or more (10 minutes is good) those cases run in which no lease may end by itself, see
+// Expirer; with less (some 20 to 50 ms) those in which leases must run out. The others are reported as skipped, and in both Runs what
+// is about different ttls.
+func FixedTTL(ttl time.Duration) Option {
+	return func(s *suite) { s.fixed, s.wrong = locker.CheckTTL(ttl) }
+}
+
+// MovingToken is for a Locker whose renewals, those in a batch too, return a new token: higher than the one before, and AcquiredAt
+// with it. A renewal that is sent again with the record from before must succeed, as its answer may have been lost. So a record from
+// before may name what its owner has now, and no case claims that an older grant of the same owner is dead. All that is said of
+// other owners, of tokens that are too high and of what expired or was released holds as ever.
+func MovingToken() Option {
+	return func(s *suite) { s.moving = true }
 }
 
 // Run tests Lockers. Each property is a subtest of its own; one that fails says which rule it protects.
@@ -76,6 +99,9 @@ func Run(t *testing.T, newLocker func(*testing.T) locker.Locker, opts ...Option)
 	s := &suite{except: make(map[string]string), patience: 30 * time.Second, short: testing.Short()}
 	for _, o := range opts {
 		o(s)
+	}
+	if s.wrong != nil {
+		t.Fatalf("lockertest.FixedTTL: %v", s.wrong)
 	}
 	cases := allCases()
 	known := make(map[string]bool)
@@ -97,6 +123,9 @@ func Run(t *testing.T, newLocker func(*testing.T) locker.Locker, opts ...Option)
 			if cs.needs != nil && !cs.needs(s.lockers[0]) {
 				t.Skip("the Locker does not have this optional interface")
 			}
+			if reason := s.excludes(cs); reason != "" {
+				t.Skip(reason)
+			}
 			limit := cs.limit()
 			if deadline, ok := t.Deadline(); ok {
 				limit = min(limit, time.Until(deadline)*9/10) // the rest is for the report
@@ -115,6 +144,9 @@ type suite struct {
 	except   map[string]string
 	patience time.Duration // how long to wait for what must come some time
 	short    bool
+	fixed    time.Duration // the one ttl that the Locker has, or 0: any
+	moving   bool          // a renewal moves the token
+	wrong    error         // about fixed
 }
 
 // testCase is one property.
@@ -124,6 +156,44 @@ type testCase struct {
 	run   func(*check)
 	needs func(locker.Locker) bool // nil: nothing but a Locker
 	heavy bool                     // takes its time on a slow store
+
+	leases leases
+	dead   bool // it needs a lock whose time is over
+}
+
+// leases is what a case does with leases: more than one where it has a part for each. Without FixedTTL a Locker can do all.
+type leases int
+
+const (
+	lasting leases = 1 << iota // none may end by itself while the case runs
+	ending                     // they must run out, time and again
+	varying                    // they have different ttls, and those are the point
+)
+
+// can reports whether the Locker can do at least one of what.
+func (s *suite) can(what leases) bool {
+	switch {
+	case s.fixed == 0:
+		return true
+	case s.fixed < time.Minute:
+		return what&ending != 0
+	}
+	return what&lasting != 0
+}
+
+// excludes says why a fixed ttl excludes the case; "" if it does not.
+func (s *suite) excludes(cs testCase) string {
+	switch {
+	case !s.can(cs.leases) && cs.leases&ending != 0:
+		return "needs FixedTTL of less than a minute"
+	case !s.can(cs.leases) && cs.leases&lasting != 0:
+		return "needs FixedTTL of a minute or more"
+	case !s.can(cs.leases):
+		return "a fixed ttl excludes this case"
+	case s.fixed >= time.Minute && cs.dead && !has[Expirer](s.lockers[0]):
+		return "with this ttl it needs an Expirer, which the Locker is not"
+	}
+	return ""
 }
 
 func (cs *testCase) limit() time.Duration {
@@ -154,6 +224,7 @@ func (s *suite) run(t tb, cs testCase, limit time.Duration) (hung bool) {
 		suite: s, Locker: s.lockers[0], ctx: ctx, t: t, rule: cs.rule,
 		prefix: fmt.Sprintf("lockertest %s %d ", cs.name, rand.Uint64()),
 	}
+	c.long, c.longer, c.shorter = c.ttl(long), c.ttl(2*long), c.ttl(long/2)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -196,6 +267,9 @@ type check struct {
 	prefix string          // of the names of this case
 	t      tb
 	rule   string
+
+	// Ttls that do not run out while a case of lasting leases runs. With FixedTTL they are all that one.
+	long, longer, shorter time.Duration
 
 	mu        sync.Mutex
 	failed    bool
@@ -242,6 +316,14 @@ func (c *check) rounds(n int) int {
 		return n / 10
 	}
 	return n
+}
+
+// ttl returns what a case wants, or the one ttl that the Locker has.
+func (c *check) ttl(wanted time.Duration) time.Duration {
+	if c.fixed != 0 {
+		return c.fixed
+	}
+	return wanted
 }
 
 // name returns the name of a resource that nobody else uses.
@@ -301,9 +383,10 @@ func (c *check) free(l locker.Locker, resource string) {
 // expired returns the record of a grant that is over because its time ran out.
 func (c *check) expired(l locker.Locker, resource, owner string) locker.Record {
 	c.t.Helper()
-	rec, err := l.Acquire(c.ctx, resource, owner, locker.MinTTL)
+	ttl := c.ttl(locker.MinTTL)
+	rec, err := l.Acquire(c.ctx, resource, owner, ttl)
 	if err != nil {
-		c.Fatalf("Acquire(%q, %q, %v): %v, want a grant", resource, owner, locker.MinTTL, err)
+		c.Fatalf("Acquire(%q, %q, %v): %v, want a grant", resource, owner, ttl, err)
 	}
 	c.expire(l, resource)
 	return rec
@@ -312,11 +395,11 @@ func (c *check) expired(l locker.Locker, resource, owner string) locker.Record {
 // cut ends the lease of rec by letting it expire.
 func (c *check) cut(l locker.Locker, rec locker.Record) {
 	c.t.Helper()
-	c.cutTo(l, rec, locker.MinTTL)
+	c.cutTo(l, rec, c.ttl(locker.MinTTL))
 }
 
-// cutTo renews rec for a ttl that is over soon, and waits until it is. The lease may be over before the call returns, so that
-// ErrNotHeld is right too.
+// cutTo renews rec for a ttl that is over soon, or for the fixed one, and waits until it is over. That may be before the call returns,
+// so that ErrNotHeld is right too.
 func (c *check) cutTo(l locker.Locker, rec locker.Record, ttl time.Duration) {
 	c.t.Helper()
 	renewed, err := l.Renew(c.ctx, rec, ttl)
@@ -328,9 +411,16 @@ func (c *check) cutTo(l locker.Locker, rec locker.Record, ttl time.Duration) {
 	c.expire(l, rec.Resource)
 }
 
-// expire waits until resource is free by itself.
+// expire waits until resource is free by itself. Where a fixed ttl is too long for that, the Locker's Expirer makes it so.
 func (c *check) expire(l locker.Locker, resource string) {
 	c.t.Helper()
+	if c.fixed >= time.Minute {
+		if err := c.Locker.(Expirer).Expire(c.ctx, resource); err != nil {
+			c.Fatalf("Expire(%q): %v", resource, err)
+		}
+		c.free(l, resource)
+		return
+	}
 	for begin := time.Now(); ; {
 		rec, err := l.Get(c.ctx, resource)
 		switch {
@@ -368,8 +458,31 @@ func (c *check) unchanged(l locker.Locker, before locker.Record) {
 	}
 }
 
+// rightToken reports whether renewed has the token that a renewal of rec has: the same one, or with MovingToken a higher one.
+func (c *check) rightToken(renewed, rec locker.Record) bool {
+	if c.moving {
+		return renewed.Token > rec.Token
+	}
+	return renewed.Token == rec.Token
+}
+
+// renewal checks the token and AcquiredAt of a renewal of rec.
+func (c *check) renewal(renewed, rec locker.Record, format string, args ...any) {
+	c.t.Helper()
+	want, acquiredAt := fmt.Sprintf("%d and %v as granted", rec.Token, rec.AcquiredAt), rec.AcquiredAt
+	if c.moving {
+		want, acquiredAt = fmt.Sprintf("a token higher than %d, and the time that it is", rec.Token), time.UnixMicro(renewed.Token)
+	}
+	if !c.rightToken(renewed, rec) || !renewed.AcquiredAt.Equal(acquiredAt) {
+		c.Errorf("%s: token %d and AcquiredAt %v, want %s", fmt.Sprintf(format, args...), renewed.Token, renewed.AcquiredAt, want)
+	}
+}
+
 // clockSlack is what the store's clock and the one of this process may drift apart while a case runs.
 const clockSlack = 20 * time.Millisecond
+
+// slack is clockSlack for a case that takes about as long as a lease of ttl: less if that would excuse everything.
+func slack(ttl time.Duration) time.Duration { return min(clockSlack, ttl/4) }
 
 // record checks what is true of every record that is just granted or renewed.
 func (c *check) record(rec locker.Record, resource, owner string, ttl time.Duration) {

@@ -39,6 +39,21 @@ func TestRunReports(t *testing.T) {
 		"excepts unknown": func(t *testing.T) {
 			Run(t, func(*testing.T) locker.Locker { return NewMemory() }, Except("no-such-case", "why not"))
 		},
+		"wide": func(t *testing.T) {
+			m := &rowMemory{testMemory: newTestMemory(), ttl: wide}
+			Run(t, func(*testing.T) locker.Locker { return struct{ locker.Locker }{m} },
+				append(m.options(), Except("counter", "it takes so long"), Except("no-overlap", "so would this"))...)
+		},
+		"narrow": func(t *testing.T) {
+			m := &rowMemory{testMemory: newTestMemory(), ttl: narrow}
+			Run(t, func(*testing.T) locker.Locker { return struct{ locker.Locker }{m} }, m.options()...)
+		},
+		"wide, excepts unknown": func(t *testing.T) {
+			Run(t, func(*testing.T) locker.Locker { return NewMemory() }, FixedTTL(wide), MovingToken(), Except("no-such-case", "why not"))
+		},
+		"no ttl": func(t *testing.T) {
+			Run(t, func(*testing.T) locker.Locker { return NewMemory() }, FixedTTL(0))
+		},
 		"cannot start": func(t *testing.T) {
 			Run(t, func(t *testing.T) locker.Locker { t.Fatal("no server"); return nil })
 		},
@@ -73,7 +88,23 @@ func TestRunReports(t *testing.T) {
 			"--- PASS: TestRunReports/two-lockers",
 		}, nil},
 		"excepts unknown": {true, []string{`lockertest.Except("no-such-case"): there is no such case`}, []string{"acquire-free"}},
-		"cannot start":    {true, []string{"no server"}, []string{"acquire-free"}},
+		"wide": {false, []string{
+			"--- PASS: TestRunReports/acquire-held", "--- PASS: TestRunReports/ttl-accepted",
+			"--- SKIP: TestRunReports/counter", "excepted: it takes so long",
+			"--- SKIP: TestRunReports/no-overlap", "excepted: so would this",
+			"--- SKIP: TestRunReports/batch", "the Locker does not have this optional interface",
+			"--- SKIP: TestRunReports/renew-shortens", "a fixed ttl excludes this case",
+			"--- SKIP: TestRunReports/ttl-lasts", "needs FixedTTL of less than a minute",
+			"--- SKIP: TestRunReports/acquire-expired", "with this ttl it needs an Expirer, which the Locker is not",
+		}, []string{"needs FixedTTL of a minute or more"}},
+		"narrow": {false, []string{
+			"--- PASS: TestRunReports/ttl-lasts", "--- PASS: TestRunReports/no-overlap", "--- PASS: TestRunReports/renew-or-claim",
+			"--- SKIP: TestRunReports/renew-shortens", "a fixed ttl excludes this case",
+			"--- SKIP: TestRunReports/acquire-expired", "needs FixedTTL of a minute or more",
+		}, []string{"needs FixedTTL of less than a minute", "Expirer"}},
+		"wide, excepts unknown": {true, []string{`lockertest.Except("no-such-case"): there is no such case`}, []string{"acquire-free"}},
+		"no ttl":                {true, []string{"lockertest.FixedTTL: locker: ttl is 0s; it must be at least 1ms"}, []string{"acquire-free"}},
+		"cannot start":          {true, []string{"no server"}, []string{"acquire-free"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
