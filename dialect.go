@@ -72,6 +72,11 @@ type Statements struct {
 	Idle     string   // :after :limit :idle → resource of rows with expires_at <= now and acquired_at < now − idle, by name
 	Purge    string   // :list :idle → deletes those of the list of which that still holds
 
+	// Optional. Guard is sent in a caller's transaction and keeps others from changing the row until that ends; it must change the row
+	// where the nodes of a cluster do not see one another's locks. It returns the row, or with Exec affects it, if it is the very
+	// grant and expires_at > now; else it returns the row in the way, or nothing.
+	Guard string // :resource :owner :token
+
 	// Optional; "" falls back to one by one.
 	RenewBatch string // :list :ttl → the rows renewed; must skip rows that others have locked
 	GetBatch   string // :list → the rows; with Exec, says which of a RenewBatch were renewed

@@ -101,6 +101,15 @@ SELECT ` + pgRow("now") + `, true AS refused FROM seen WHERE NOT EXISTS (SELECT 
 		Handover: pgGrant(table, `owner = :next, expires_at = clock_timestamp() + `+pgTTL+`,
 		acquired_at = greatest(t.acquired_at + interval '1 microsecond', clock_timestamp())`),
 
+		// A share lock keeps out claims and renewals, not other guards. Locked first and judged after that, as in pgGrant.
+		Guard: `
+WITH l AS MATERIALIZED (
+	SELECT resource, owner, acquired_at, expires_at FROM ` + table + ` WHERE resource = :resource FOR SHARE
+)
+SELECT ` + pgRow("clock_timestamp()") + `,
+	NOT (owner = :owner AND ` + pgMicros("acquired_at") + ` = :token AND expires_at > clock_timestamp()) AS refused
+FROM l`,
+
 		Get: `SELECT ` + pgRow("clock_timestamp()") + ` FROM ` + table + ` WHERE resource = :resource`,
 		List: `SELECT ` + pgRow("clock_timestamp()") + ` FROM ` + table + `
 WHERE resource > :after AND expires_at > clock_timestamp() ORDER BY resource LIMIT CAST(:limit AS bigint)`,

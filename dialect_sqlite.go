@@ -71,6 +71,11 @@ WHERE ` + liteGrant + ` RETURNING ` + liteRow,
 UPDATE ` + table + ` SET owner = :next, expires_at = :now + :ttl, acquired_at = max(acquired_at + 1, :now)
 WHERE ` + liteGrant + ` RETURNING ` + liteRow,
 
+		// There are no row locks: a write takes the file's one write lock.
+		Guard: `
+UPDATE ` + table + ` SET expires_at = expires_at + 1
+WHERE ` + liteGrant + ` RETURNING ` + liteRow,
+
 		Get:  `SELECT ` + liteRow + ` FROM ` + table + ` WHERE resource = :resource`,
 		List: `SELECT ` + liteRow + ` FROM ` + table + ` WHERE resource > :after AND expires_at > :now ORDER BY resource LIMIT :limit`,
 

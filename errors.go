@@ -132,11 +132,13 @@ func (e permanentError) Unwrap() error { return e.error }
 
 func isPermanent(err error) bool {
 	var p interface{ Permanent() bool }
-	return errors.Is(err, ErrInvalid) || errors.Is(err, ErrClosed) || errors.As(err, &p) && p.Permanent()
+	return errors.Is(err, ErrInvalid) || errors.Is(err, ErrClosed) || errors.Is(err, ErrNoRow) || errors.As(err, &p) && p.Permanent()
 }
 
 // bare is the text of err without the prefix that the error it goes into has already.
 func bare(err error) string { return strings.TrimPrefix(err.Error(), "locker: ") }
 
 // isVerdict reports whether err says, for certain, that a grant is no longer its owner's.
-func isVerdict(err error) bool { return errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner) }
+func isVerdict(err error) bool {
+	return errors.Is(err, ErrNotHeld) || errors.Is(err, ErrNotOwner) || errors.Is(err, ErrNoRow)
+}

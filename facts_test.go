@@ -23,15 +23,16 @@ import (
 // waiting waits until another session waits for a lock of the database.
 func (tb table) waiting(t *testing.T) {
 	t.Helper()
+	waiting(t, tb.e, tb.db)
+}
+
+func waiting(t *testing.T, e testdb.Engine, db *sql.DB) {
+	t.Helper()
 	query := map[string]string{
-		"postgres": `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%distributed_locks%' AND datname = current_database()`,
+		"postgres": `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`,
 		"mysql":    `SELECT variable_value FROM information_schema.global_status WHERE variable_name = 'Innodb_row_lock_current_waits'`,
-	}[tb.e.Name]
-	require.Eventually(t, func() bool {
-		var n int
-		require.NoError(t, tb.db.QueryRowContext(t.Context(), query).Scan(&n))
-		return n > 0
-	}, 30*time.Second, 5*time.Millisecond, "nobody waits")
+	}[e.Name]
+	require.Eventually(t, func() bool { return number(t, db, query) > 0 }, 30*time.Second, 5*time.Millisecond, "nobody waits")
 }
 
 func begin(t *testing.T, db *sql.DB) *sql.Tx {
@@ -50,7 +51,9 @@ func execute(t *testing.T, db interface {
 	require.NoError(t, err, query)
 }
 
-func number(t *testing.T, db *sql.DB, query string) (n int64) {
+func number(t *testing.T, db interface {
+	QueryRowContext(context.Context, string, ...any) *sql.Row
+}, query string) (n int64) {
 	t.Helper()
 	require.NoError(t, db.QueryRowContext(t.Context(), query).Scan(&n), query)
 	return n

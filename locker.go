@@ -125,6 +125,7 @@ var (
 	ErrHeld     = errors.New("held by another owner")
 	ErrNotHeld  = errors.New("not held (any more)")
 	ErrNotOwner = errors.New("held by another owner or a newer grant")
+	ErrNoRow    = errors.New("there is no such row") // of a RowTable, whose locks are rows that the application makes
 	ErrLost     = errors.New("lease lost")
 	ErrClosed   = errors.New("session is closed")
 	ErrInvalid  = errors.New("invalid argument")

@@ -53,11 +53,6 @@ type row struct {
 
 func (r *row) live() bool { return r.Expires > r.Now }
 
-// isGrant reports whether r is the grant that owner and token name; token 0 is any grant of owner.
-func (r *row) isGrant(owner string, token int64) bool {
-	return r.Owner == owner && (token == 0 || r.Acquired == token)
-}
-
 // record returns r as of the end of a call that took took: nobody knows when in that time the database looked at its clock, so all
 // of it is taken off.
 func (r *row) record(took time.Duration) Record {
