@@ -4,16 +4,20 @@ STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 MODULES := $(patsubst %/go.mod,%,$(wildcard go.mod */go.mod))
 each = set -e; for m in $(patsubst go.mod,.,$(MODULES)); do (cd $$m && $(1)); done
 
-.PHONY: help test test-quick stress servers vet lint fmt-check tidy cross ci clean
+.PHONY: help test test-quick test-engines stress servers vet lint fmt-check tidy cross ci clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: ## all tests on all engines, under the race detector; gets the servers if they are missing
-	LOCKER_TEST_REQUIRE=postgres,mysql scripts/with-servers.sh go test -race -timeout 10m ./...
+	LOCKER_TEST_REQUIRE=postgres,mysql scripts/with-servers.sh go test -race -timeout 20m ./...
 
 test-quick: ## the tests, on the engines that are here
 	go test ./...
+
+test-engines: ## the tests that take a cluster (Galera), which the others leave out; a minute or two
+	LOCKER_TEST_ENGINES=galera LOCKER_TEST_REQUIRE=galera scripts/with-servers.sh \
+		go test -race -v -count=1 -p 1 -timeout 10m -run Galera ./internal/testdb .
 
 stress: ## the tests 20 times over
 	LOCKER_TEST_REQUIRE=postgres,mysql scripts/with-servers.sh go test -race -count=20 -timeout 3h ./...

@@ -23,9 +23,15 @@ have_compiler() { # a working one: headers come in a package of their own
 	echo '#include <stdlib.h>' | ${cc:-cc} -E -o /dev/null - 2>/dev/null
 }
 
+have_galera() { # if it is asked for
+	[[ ",${LOCKER_TEST_REQUIRE:-}," != *,galera,* ]] ||
+		{ any /usr/lib*/galera*/libgalera_smm.so && have rsync && have wsrep_sst_rsync; }
+}
+
 must=() also=()
 have_postgres || must+=(postgresql)
 have_mysql || must+=(mariadb-server-core mariadb-client-core) # without -core it would come with a service
+have_galera || must+=(mariadb-server) # galera-4 and rsync come with it
 have_compiler || must+=(gcc libc6-dev)
 if [ "$(uname)" = Linux ]; then
 	any /usr/lib/*/faketime/libfaketime.so.1 || also+=(faketime)
@@ -77,6 +83,9 @@ install() {
 	trap - EXIT
 	if [ -d /run/systemd/system ] && [[ " $* " == *" pgbouncer "* ]]; then
 		as_root systemctl -q disable pgbouncer || true # nor at the next boot
+	fi
+	if [ -d /run/systemd/system ] && [[ " $* " == *" mariadb-server "* ]]; then
+		as_root systemctl -q disable mariadb || true
 	fi
 	return "$failed"
 }

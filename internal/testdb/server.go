@@ -333,7 +333,7 @@ func (s *Server) answers() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	var db *sql.DB
-	if s.kind == maria {
+	if s.kind.driver == "mysql" {
 		conf, err := mysql.ParseDSN(s.kind.dsn(s.port))
 		if err != nil {
 			return err

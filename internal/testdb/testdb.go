@@ -5,7 +5,8 @@
 // process ends, however it ends: by return, panic, os.Exit or kill -9. With LOCKER_TEST_POSTGRES (a postgres:// URL) or
 // LOCKER_TEST_MYSQL (a go-sql-driver DSN) in the environment that server is used instead. No other server is ever touched.
 //
-// An engine that is not there is skipped, aloud; LOCKER_TEST_REQUIRE=postgres,mysql makes it a failure.
+// An engine that is not there is skipped, aloud; LOCKER_TEST_REQUIRE=postgres,mysql makes it a failure. Engines beyond one machine
+// (Galera) are started only if LOCKER_TEST_ENGINES=galera names them.
 //
 // Parameters of a DSN are written "name=value", the value plain: it is escaped here. They replace those of the same name, and for
 // SQLite of the same pragma, "_pragma=busy_timeout(100)".
