@@ -80,6 +80,15 @@ type Statements struct {
 	// Optional; "" falls back to one by one.
 	RenewBatch string // :list :ttl → the rows renewed; must skip rows that others have locked
 	GetBatch   string // :list → the rows; with Exec, says which of a RenewBatch were renewed
+
+	// Of a RowDialect only, which fills in Acquire, Renew, Release, Handover, Get and, as it can, Guard, RenewBatch and GetBatch. There
+	// acquired is when the row was locked and expires is that + :ttl, both of them 0 for NULL; Guard always returns rows; LastInsertId
+	// of Renew too is the new acquired; and with Exec RenewBatch is two statements in one transaction, GetBatch, which locks those of
+	// :list that are live, skips those that others have locked, and returns them; and then RenewBatch, which sets acquired to :token
+	// in those of :list.
+	Key    string // how a key is written: KeyInteger, KeyUnsigned, KeyUUID or KeyText
+	Finish string // :set :resource :owner :token: sets :set, which is a placeholder of text, and frees the row if it is the grant's
+	Lock   string // keeps others from writing: sent before Acquire, in one transaction, by an engine whose :now must be read after the wait
 }
 
 // What the LastInsertId of an Exec statement says. 0: there is no such row; of Acquire also that the engine does not report a fresh

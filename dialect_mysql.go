@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jmoiron/sqlx"
@@ -13,7 +14,9 @@ import (
 // MySQL is the dialect for MySQL 8.0 and MariaDB 10.6 and later (InnoDB) with go-sql-driver/mysql, under any mix of its options.
 func MySQL() Dialect { return mysql{} }
 
-type mysql struct{}
+type mysql struct {
+	index string // of the keys of a RowTable
+}
 
 func (mysql) Name() string { return "mysql" }
 
@@ -162,6 +165,10 @@ func (mysql) Check(ctx context.Context, db *sql.DB, table string) error {
 	if err := rows.Err(); err != nil {
 		return err
 	}
+	return checkAutocommit(ctx, db)
+}
+
+func checkAutocommit(ctx context.Context, db *sql.DB) error {
 	// By itself: beside an aggregate, MariaDB 10.11 answers 0 whatever it is.
 	var autocommit bool
 	if err := db.QueryRowContext(ctx, `SELECT @@autocommit`).Scan(&autocommit); err != nil {
@@ -169,6 +176,197 @@ func (mysql) Check(ctx context.Context, db *sql.DB, table string) error {
 	}
 	if !autocommit {
 		return errors.New("autocommit is off in this pool, so no statement would ever be committed; remove autocommit=0 from the DSN")
+	}
+	return nil
+}
+
+// myLate is how many microseconds ago the statement started: SYSDATE is read when it is evaluated, here after the wait for the row. Both
+// are in the session's zone; where the hour changes between them, or one of them is set by hand, the difference is none.
+const myLateness = `TIMESTAMPDIFF(MICROSECOND, NOW(6), SYSDATE(6))`
+
+var myLate = `(` + myMicros(myNow) + ` + IF(` + myLateness + ` BETWEEN 0 AND 1800000000, ` + myLateness + `, 0))`
+
+// Rows: the shape of the statements is that of Statements, but what is judged stands in WHERE, because a row is never inserted.
+func (d mysql) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, error) {
+	is := key.DatabaseTypeName()
+	text := func(param string) string { return `CONVERT(CAST(` + param + ` AS BINARY) USING utf8mb4)` } // see myList
+	bytes := func(column string) string { return `CAST(CONVERT(` + column + ` USING utf8mb4) AS BINARY)` }
+	spelling, listType, listKey := KeyText, `VARCHAR(255) CHARACTER SET utf8mb4`, `j.locker_key`
+	thisKey := spec.Key + ` = ` + text(":resource") + ` AND CAST(` + spec.Key + ` AS BINARY) = CAST(:resource AS BINARY)`
+	resource := bytes(spec.Key)
+	switch strings.TrimPrefix(is, "UNSIGNED ") {
+	case "TINYINT", "SMALLINT", "MEDIUMINT", "INT", "BIGINT":
+		spelling, listType, thisKey = KeyInteger, `BIGINT`, spec.Key+` = CAST(:resource AS SIGNED)`
+		if strings.HasPrefix(is, "UNSIGNED ") {
+			spelling, listType, thisKey = KeyUnsigned, `BIGINT UNSIGNED`, spec.Key+` = CAST(:resource AS UNSIGNED)`
+		}
+		resource = `CAST(` + spec.Key + ` AS CHAR)`
+	case "VARCHAR", "CHAR":
+	case "VARBINARY":
+		thisKey, listKey, resource = spec.Key+` = CAST(:resource AS BINARY)`, `CAST(j.locker_key AS BINARY)`, spec.Key
+	default:
+		return Statements{}, &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is %s; a key is an integer, CHAR, VARCHAR or VARBINARY", spec.Key, is)}
+	}
+	if lockedAt.DatabaseTypeName() != "DATETIME" {
+		return Statements{}, &InvalidError{"RowSpec.LockedAt", fmt.Sprintf("%s is %s, whose hour in autumn is told twice or which is no time; "+
+			"ALTER TABLE %s MODIFY %s DATETIME(6) NULL", spec.LockedAt, lockedAt.DatabaseTypeName(), spec.Table, spec.LockedAt)}
+	}
+	micros := func(column string) string { return `COALESCE(` + myMicros(column) + `, 0)` } // NULL, and zero dates
+	owner, setOwner, next, noOwner := `''`, ``, ``, ``
+	claimable := `(` + spec.LockedAt + ` IS NULL OR ` + spec.LockedAt + ` <= ` + myNow + ` - ` + myTTL + `)`
+	thisGrant := micros(spec.LockedAt) + ` = :token`
+	listGrant := micros(`t.`+spec.LockedAt) + ` = j.locker_token`
+	if spec.Owner != "" {
+		isOwner := `CAST(` + spec.Owner + ` AS BINARY) = CAST(:owner AS BINARY)`
+		owner, setOwner, next = `COALESCE(`+bytes(spec.Owner)+`, '')`, spec.Owner+` = `+text(":owner")+`, `, spec.Owner+` = `+text(":next")+`, `
+		noOwner = `, ` + spec.Owner + ` = NULL`
+		claimable = `(` + claimable + ` OR ` + isOwner + `)`
+		thisGrant = isOwner + ` AND ` + micros(spec.LockedAt) + ` >= :token`
+		listGrant = `CAST(t.` + spec.Owner + ` AS BINARY) = CAST(j.locker_owner AS BINARY) AND ` + micros(`t.`+spec.LockedAt) + ` >= j.locker_token`
+	}
+	live := spec.LockedAt + ` > ` + myNow + ` - ` + myTTL
+	at := func(micros string) string { return `DATE'1970-01-01' + INTERVAL ` + micros + ` MICROSECOND` }
+	// Read after the wait: a claim that waited while another came and went would else have the lower token, since a free row forgets.
+	moved := spec.LockedAt + ` = ` + at(`LAST_INSERT_ID(GREATEST(`+micros(spec.LockedAt)+` + 1, `+myLate+`))`)
+	row := resource + ` AS resource, ` + owner + ` AS owner, ` + micros(spec.LockedAt) + ` AS acquired, ` + micros(spec.LockedAt) + ` + :ttl AS expires,
+	` + myMicros(myNow) + ` AS now`
+	list := myList(`locker_key ` + listType + ` PATH '$.resource', locker_owner VARCHAR(255) CHARACTER SET utf8mb4 PATH '$.owner', locker_token BIGINT PATH '$.token'`)
+	byKey := ` STRAIGHT_JOIN ` + spec.Table + ` AS t FORCE INDEX (` + escapeColons(d.Quote(d.index)) + `) ON t.` + spec.Key + ` = ` + listKey
+
+	return Statements{
+		Bind:    sqlx.QUESTION,
+		Prepare: true,
+		Exec:    true,
+		Key:     spelling,
+
+		Acquire: `
+UPDATE ` + spec.Table + ` SET ` + setOwner + moved + `
+WHERE ` + thisKey + ` AND ` + claimable,
+
+		Renew: `
+UPDATE ` + spec.Table + ` SET ` + moved + `
+WHERE ` + thisKey + ` AND ` + thisGrant + ` AND ` + live,
+		Release: `
+UPDATE ` + spec.Table + ` SET ` + spec.LockedAt + ` = NULL` + noOwner + `
+WHERE ` + thisKey + ` AND ` + thisGrant + ` AND ` + live,
+		Handover: `
+UPDATE ` + spec.Table + ` SET ` + next + moved + `
+WHERE ` + thisKey + ` AND ` + thisGrant + ` AND ` + live,
+		Finish: `
+UPDATE ` + spec.Table + ` SET :set, ` + spec.LockedAt + ` = NULL` + noOwner + `
+WHERE ` + thisKey + ` AND ` + thisGrant,
+
+		Guard: `SELECT ` + row + ` FROM ` + spec.Table + ` WHERE ` + thisKey + ` AND ` + thisGrant + ` AND ` + live + ` FOR UPDATE`,
+
+		Get: `SELECT ` + row + ` FROM ` + spec.Table + ` WHERE ` + thisKey,
+
+		GetBatch: `
+SELECT ` + row + `
+FROM ` + list + byKey + `
+WHERE ` + listGrant + ` AND t.` + live + ` FOR UPDATE SKIP LOCKED`,
+		RenewBatch: `UPDATE ` + list + byKey + ` SET t.` + spec.LockedAt + ` = ` + at(`:token`),
+	}, nil
+}
+
+// CheckRows refuses what could not hold a lock, and finds the index that statements with many keys have to name.
+func (d mysql) CheckRows(ctx context.Context, db *sql.DB, spec RowSpec) (RowDialect, error) {
+	var err error
+	if d.index, err = uniqueIndex(ctx, db, spec); err != nil {
+		return nil, err
+	}
+	if err := checkColumns(ctx, db, spec); err != nil {
+		return nil, err
+	}
+	return d, checkAutocommit(ctx, db)
+}
+
+// show returns the rows of a SHOW statement about the table as text.
+func show(ctx context.Context, db *sql.DB, what string, spec RowSpec) ([]map[string]string, error) {
+	table, err := quoteTable(mysql{}, spec.Table)
+	if err != nil {
+		return nil, err
+	}
+	rows, err := sqlx.NewDb(db, "mysql").QueryxContext(ctx, `SHOW `+what+` FROM `+table)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var all []map[string]string
+	for rows.Next() {
+		values := make(map[string]any)
+		if err := rows.MapScan(values); err != nil {
+			return nil, err
+		}
+		texts := make(map[string]string)
+		for k, v := range values {
+			switch v := v.(type) {
+			case nil:
+			case []byte:
+				texts[k] = string(v)
+			default:
+				texts[k] = fmt.Sprint(v)
+			}
+		}
+		all = append(all, texts)
+	}
+	return all, rows.Err()
+}
+
+// uniqueIndex returns the name of the index that makes the key unique.
+func uniqueIndex(ctx context.Context, db *sql.DB, spec RowSpec) (string, error) {
+	indexes, err := show(ctx, db, `INDEX`, spec)
+	if err != nil {
+		return "", err
+	}
+	columnsOf := make(map[string]int)
+	var uniqueOn []string // indexes that the key is the first column of
+	for _, i := range indexes {
+		columnsOf[i["Key_name"]]++
+		if i["Non_unique"] == "0" && strings.EqualFold(i["Column_name"], spec.Key) && i["Sub_part"] == "" {
+			uniqueOn = append(uniqueOn, i["Key_name"])
+		}
+	}
+	i := slices.IndexFunc(uniqueOn, func(name string) bool { return columnsOf[name] == 1 })
+	if i < 0 {
+		return "", &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is not unique, so one lock would be of many rows; ALTER TABLE %s ADD UNIQUE (%s)",
+			spec.Key, spec.Table, spec.Key)}
+	}
+	return uniqueOn[i], nil
+}
+
+func checkColumns(ctx context.Context, db *sql.DB, spec RowSpec) error {
+	parts, err := splitTable(spec.Table)
+	if err != nil {
+		return err
+	}
+	var isEngine string
+	err = db.QueryRowContext(ctx, `SELECT coalesce(engine, '') FROM information_schema.tables WHERE table_schema = coalesce(?, DATABASE()) AND table_name = ?`,
+		sql.NullString{String: parts[0], Valid: len(parts) == 2}, parts[len(parts)-1]).Scan(&isEngine)
+	if err != nil && !errors.Is(err, sql.ErrNoRows) { // it may be spelled in another case
+		return err
+	}
+	if err == nil && isEngine != "InnoDB" {
+		return &InvalidError{"RowSpec.Table", fmt.Sprintf("%s is not an InnoDB table; ALTER TABLE %s ENGINE = InnoDB", spec.Table, spec.Table)}
+	}
+	columns, err := show(ctx, db, `FULL COLUMNS`, spec)
+	if err != nil {
+		return err
+	}
+	for _, c := range columns {
+		name, is, extra := c["Field"], strings.ToLower(c["Type"]), strings.ToLower(c["Extra"])
+		binary := c["Collation"] == "utf8mb4_bin" || c["Collation"] == "utf8mb4_nopad_bin" || c["Collation"] == "utf8mb4_0900_bin"
+		alter := func(field, because, to string) error {
+			return &InvalidError{"RowSpec." + field, fmt.Sprintf("%s is %s%s; ALTER TABLE %s MODIFY %s %s", name, is, because, spec.Table, name, to)}
+		}
+		switch {
+		case strings.EqualFold(name, spec.Key) && c["Collation"] != "" && !binary:
+			return alter("Key", " of collation "+c["Collation"]+", which takes different keys for the same", is+" COLLATE utf8mb4_bin")
+		case strings.EqualFold(name, spec.LockedAt) && (is != "datetime(6)" || strings.Contains(extra, "on update") || c["Null"] != "YES" || strings.Contains(extra, "generated")):
+			return alter("LockedAt", strings.TrimRight(" "+extra, " ")+map[bool]string{true: "", false: " NOT NULL"}[c["Null"] == "YES"]+
+				", and would not hold microseconds, NULL, or what is written to it", "DATETIME(6) NULL")
+		case strings.EqualFold(name, spec.Owner) && (is != "varbinary(255)" && (is != "varchar(255)" || !strings.HasPrefix(c["Collation"], "utf8mb4_")) || c["Null"] != "YES"):
+			return alter("Owner", ", and would not hold 255 bytes of UTF-8 and NULL", "VARBINARY(255) NULL")
+		}
 	}
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jmoiron/sqlx"
@@ -154,6 +155,170 @@ WHERE a.attrelid = to_regclass($1) AND a.attname IN ('resource', 'owner', 'acqui
 		want := map[bool]string{true: "timestamp with time zone", false: "text"}[strings.HasSuffix(column, "_at")]
 		if is != want || !exact {
 			return fmt.Errorf("column %s is %s, not %s with a deterministic collation; drop the table and let CreateTable make it", column, is, want)
+		}
+	}
+	return rows.Err()
+}
+
+// Rows: the shape of the statements is that of Statements.
+func (postgres) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, error) {
+	keyType, spelling := "", ""
+	switch key.DatabaseTypeName() {
+	case "INT2", "INT4", "INT8":
+		keyType, spelling = "bigint", KeyInteger
+	case "UUID":
+		keyType, spelling = "uuid", KeyUUID
+	case "TEXT", "VARCHAR":
+		keyType, spelling = "text", KeyText
+	default:
+		return Statements{}, &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is %s; a key is an integer, uuid, text or varchar",
+			spec.Key, strings.ToLower(key.DatabaseTypeName()))}
+	}
+	now := `clock_timestamp()`
+	switch lockedAt.DatabaseTypeName() {
+	case "TIMESTAMPTZ":
+	case "TIMESTAMP":
+		now = `(clock_timestamp() AT TIME ZONE 'UTC')`
+	default:
+		return Statements{}, &InvalidError{"RowSpec.LockedAt", fmt.Sprintf("%s is %s; ALTER TABLE %s ALTER COLUMN %s TYPE timestamptz",
+			spec.LockedAt, strings.ToLower(lockedAt.DatabaseTypeName()), spec.Table, spec.LockedAt)}
+	}
+	owner, newOwner, setOwner, next, noOwner := `CAST('' AS text)`, `CAST('' AS text)`, ``, ``, ``
+	if spec.Owner != "" {
+		owner, newOwner, setOwner, next, noOwner = spec.Owner, `u.`+spec.Owner, spec.Owner+` = :owner, `, spec.Owner+` = :next, `, `, `+spec.Owner+` = NULL`
+	}
+	thisKey := spec.Key + ` = CAST(:resource AS ` + keyType + `)`
+	// In the CTEs the columns have names of their own, because a table may have columns of any name.
+	columns := spec.Key + ` AS k, ` + owner + ` AS o, ` + spec.LockedAt + ` AS at`
+	returning := `RETURNING u.` + spec.Key + ` AS k, ` + newOwner + ` AS o, u.` + spec.LockedAt + ` AS at`
+	rowOf := `CAST(k AS text) AS resource, coalesce(o, '') AS owner, ` + pgMicros("at") + ` AS acquired, ` + pgMicros("at") + ` + ` +
+		`CAST(:ttl AS bigint) AS expires, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) AS now`
+	claimable := func(at, o string) string {
+		if spec.Owner != "" {
+			return `(` + at + ` IS NULL OR ` + at + ` <= ` + now + ` - ` + pgTTL + ` OR ` + o + ` = :owner)`
+		}
+		return `(` + at + ` IS NULL OR ` + at + ` <= ` + now + ` - ` + pgTTL + `)`
+	}
+	thisGrant := func(at, o, owner, token string) string {
+		if spec.Owner != "" {
+			return o + ` = ` + owner + ` AND ` + pgMicros(at) + ` >= ` + token
+		}
+		return pgMicros(at) + ` = ` + token
+	}
+	live := `l.at > ` + now + ` - ` + pgTTL
+	moved := spec.LockedAt + ` = greatest(l.at + interval '1 microsecond', ` + now + `)`
+
+	grant := func(set string) string { // see pgGrant
+		return `
+WITH l AS MATERIALIZED (
+	SELECT ` + columns + ` FROM ` + spec.Table + ` WHERE ` + thisKey + ` FOR NO KEY UPDATE
+), done AS (
+	UPDATE ` + spec.Table + ` AS u SET ` + set + `
+	FROM l WHERE u.` + spec.Key + ` = l.k AND ` + thisGrant("l.at", "l.o", ":owner", "CAST(:token AS bigint)") + ` AND ` + live + `
+	` + returning + `
+)
+SELECT ` + rowOf + `, false AS refused FROM done
+UNION ALL
+SELECT ` + rowOf + `, true AS refused FROM l WHERE NOT EXISTS (SELECT FROM done)`
+	}
+	return Statements{
+		Bind: sqlx.DOLLAR,
+		Key:  spelling,
+
+		// Losers must not write: the condition stands where the row is locked, so that a row that does not meet it is not locked.
+		Acquire: `
+WITH l AS MATERIALIZED (
+	SELECT ` + columns + ` FROM ` + spec.Table + ` WHERE ` + thisKey + ` AND ` + claimable(spec.LockedAt, spec.Owner) + ` FOR NO KEY UPDATE
+), won AS (
+	UPDATE ` + spec.Table + ` AS u SET ` + setOwner + moved + `
+	FROM l WHERE u.` + spec.Key + ` = l.k
+	` + returning + `
+), seen AS (
+	SELECT ` + columns + ` FROM ` + spec.Table + ` WHERE ` + thisKey + `
+)
+SELECT ` + rowOf + `, false AS refused FROM won
+UNION ALL
+SELECT ` + rowOf + `, true AS refused FROM seen WHERE NOT EXISTS (SELECT FROM won)`,
+
+		Renew:    grant(moved),
+		Release:  grant(spec.LockedAt + ` = NULL` + noOwner),
+		Handover: grant(next + moved),
+		Finish: `
+UPDATE ` + spec.Table + ` SET :set, ` + spec.LockedAt + ` = NULL` + noOwner + `
+WHERE ` + thisKey + ` AND ` + thisGrant(spec.LockedAt, spec.Owner, ":owner", "CAST(:token AS bigint)"),
+
+		Guard: `
+WITH l AS MATERIALIZED (
+	SELECT ` + columns + ` FROM ` + spec.Table + ` WHERE ` + thisKey + ` FOR NO KEY UPDATE
+)
+SELECT ` + rowOf + `,
+	NOT coalesce(` + thisGrant("l.at", "l.o", ":owner", "CAST(:token AS bigint)") + ` AND ` + live + `, false) AS refused
+FROM l`,
+
+		Get: `WITH l AS (SELECT ` + columns + ` FROM ` + spec.Table + ` WHERE ` + thisKey + `) SELECT ` + rowOf + ` FROM l`,
+
+		RenewBatch: `
+WITH want AS (
+	SELECT resource, owner, token FROM json_to_recordset(CAST(:list AS json)) AS j (resource ` + keyType + `, owner text, token bigint)
+), l AS MATERIALIZED (
+	SELECT t.` + spec.Key + ` AS k, t.` + spec.LockedAt + ` AS at FROM want JOIN ` + spec.Table + ` AS t ON t.` + spec.Key + ` = want.resource
+	WHERE ` + thisGrant("t."+spec.LockedAt, "t."+spec.Owner, "want.owner", "want.token") + `
+	ORDER BY k FOR NO KEY UPDATE OF t SKIP LOCKED
+), done AS (
+	UPDATE ` + spec.Table + ` AS u SET ` + moved + `
+	FROM l WHERE u.` + spec.Key + ` = l.k AND ` + live + `
+	` + returning + `
+)
+SELECT ` + rowOf + ` FROM done`,
+	}, nil
+}
+
+// CheckRows refuses what could not hold a lock, see checkRows.
+func (d postgres) CheckRows(ctx context.Context, db *sql.DB, spec RowSpec) (RowDialect, error) {
+	return d, d.checkRows(ctx, db, spec)
+}
+
+func (postgres) checkRows(ctx context.Context, db *sql.DB, spec RowSpec) error {
+	table, err := quoteTable(postgres{}, spec.Table)
+	if err != nil {
+		return err
+	}
+	rows, err := db.QueryContext(ctx, `
+SELECT a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attgenerated <> '', coalesce(l.collisdeterministic, true), c.relkind IN ('r', 'p'),
+	EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = c.oid AND i.indisunique AND i.indisvalid AND i.indpred IS NULL
+		AND i.indnkeyatts = 1 AND i.indkey[0] = a.attnum)
+FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+	LEFT JOIN pg_collation AS l ON l.oid = a.attcollation
+WHERE c.oid = to_regclass($1)`, table)
+	if err != nil {
+		return err
+	}
+	defer rows.Close()
+	alter := func(field, column, is, format string, args ...any) error {
+		return &InvalidError{"RowSpec." + field, fmt.Sprintf("%s is %s; ALTER TABLE %s ", column, is, spec.Table) + fmt.Sprintf(format, args...)}
+	}
+	for rows.Next() {
+		var column, is string
+		var notNull, generated, exact, isTable, unique bool
+		if err := rows.Scan(&column, &is, &notNull, &generated, &exact, &isTable, &unique); err != nil {
+			return err
+		}
+		switch {
+		case !isTable:
+			return &InvalidError{"RowSpec.Table", spec.Table + " is not a table"}
+		case column == spec.Key && !unique:
+			return alter("Key", column, "not unique, so one lock would be of many rows", "ADD UNIQUE (%s)", column)
+		case column == spec.Key && !exact:
+			return alter("Key", column, "of a collation that takes different keys for the same", `ALTER COLUMN %s TYPE text COLLATE "C"`, column)
+		case column == spec.LockedAt && !slices.Contains([]string{"timestamp with time zone", "timestamp without time zone",
+			"timestamp(6) with time zone", "timestamp(6) without time zone"}, is):
+			return alter("LockedAt", column, is+", which does not hold microseconds", "ALTER COLUMN %s TYPE timestamptz", column)
+		case column == spec.Owner && (is != "text" && is != "character varying" && is != "character varying(255)" || !exact):
+			return alter("Owner", column, is+", which does not hold 255 bytes as they are", `ALTER COLUMN %s TYPE text COLLATE "C"`, column)
+		case (column == spec.LockedAt || column == spec.Owner) && generated:
+			return alter("LockedAt", column, "generated", "ALTER COLUMN %s DROP EXPRESSION", column)
+		case (column == spec.LockedAt || column == spec.Owner) && notNull:
+			return alter("LockedAt", column, "NOT NULL, and NULL is what a free row has", "ALTER COLUMN %s DROP NOT NULL", column)
 		}
 	}
 	return rows.Err()

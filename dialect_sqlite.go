@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"errors"
+	"fmt"
 	"strings"
 
 	"github.com/jmoiron/sqlx"
@@ -92,7 +93,9 @@ RETURNING ` + liteRow,
 
 // Check refuses a database in memory behind a pool of several connections, where each connection may have a database of its own
 // and two owners both win.
-func (sqlite) Check(ctx context.Context, db *sql.DB, table string) error {
+func (sqlite) Check(ctx context.Context, db *sql.DB, table string) error { return checkMemory(ctx, db) }
+
+func checkMemory(ctx context.Context, db *sql.DB) error {
 	if db.Stats().MaxOpenConnections == 1 {
 		return nil
 	}
@@ -104,4 +107,193 @@ func (sqlite) Check(ctx context.Context, db *sql.DB, table string) error {
 		return errors.New("this database is in memory, where every connection of the pool may have one of its own; call db.SetMaxOpenConns(1), and leave its ConnMaxLifetime and ConnMaxIdleTime at 0")
 	}
 	return nil
+}
+
+// liteFar is the year 9999: what is no time at all keeps a row locked.
+const liteFar = `253402300799999999`
+
+// Rows: the shape of the statements is that of Statements. Times are integers (microseconds since 1970) or text in UTC, as in
+// 2006-01-02 15:04:05.999999.
+func (sqlite) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, error) {
+	affinity := func(c *sql.ColumnType) string { // https://sqlite.org/datatype3.html, 3.1
+		is := strings.ToUpper(c.DatabaseTypeName())
+		for _, a := range []struct{ word, affinity string }{{"INT", "INTEGER"}, {"CHAR", "TEXT"}, {"CLOB", "TEXT"}, {"TEXT", "TEXT"}} {
+			if strings.Contains(is, a.word) {
+				return a.affinity
+			}
+		}
+		return is
+	}
+	var spelling, param, listKey string
+	switch affinity(key) {
+	case "INTEGER":
+		spelling, param, listKey = KeyInteger, `CAST(:resource AS INTEGER)`, `CAST(j.locker_resource AS INTEGER)`
+	case "TEXT":
+		spelling, param, listKey = KeyText, `:resource`, `j.locker_resource`
+	default:
+		return Statements{}, &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is %q; a key is an INTEGER or TEXT", spec.Key, key.DatabaseTypeName())}
+	}
+	var micros, at func(string) string
+	switch affinity(lockedAt) {
+	case "INTEGER":
+		micros = func(c string) string {
+			return `CASE typeof(` + c + `) WHEN 'integer' THEN min(` + c + `, ` + liteFar + `) WHEN 'null' THEN 0 ELSE ` + liteFar + ` END`
+		}
+		at = func(n string) string { return n }
+	case "TEXT", "DATETIME", "TIMESTAMP":
+		micros = func(c string) string {
+			return `CASE WHEN ` + c + ` IS NULL OR ` + c + ` LIKE '0000-%' THEN 0 WHEN typeof(` + c + `) = 'text' AND ` + c + ` LIKE '____-__-__%' THEN
+	coalesce(strftime('%s', substr(` + c + `, 1, 19)) * 1000000 + substr(substr(` + c + `, 21) || '000000', 1, 6), ` + liteFar + `) ELSE ` + liteFar + ` END`
+		}
+		at = func(n string) string {
+			return `strftime('%Y-%m-%d %H::%M::%S', ` + n + ` / 1000000, 'unixepoch') || printf('.%06d', ` + n + ` % 1000000)`
+		}
+	default:
+		return Statements{}, &InvalidError{"RowSpec.LockedAt", fmt.Sprintf("%s is %q; declare it INTEGER (microseconds since 1970) or TEXT",
+			spec.LockedAt, lockedAt.DatabaseTypeName())}
+	}
+	thisKey := spec.Key + ` = ` + param
+	acquired := micros(spec.LockedAt)
+	owner, setOwner, next, noOwner := `''`, ``, ``, ``
+	claimable := acquired + ` <= :now - :ttl`
+	thisGrant := acquired + ` = :token`
+	listGrant := micros(`u.`+spec.LockedAt) + ` = j.locker_token`
+	if spec.Owner != "" {
+		owner, setOwner, next, noOwner = `coalesce(`+spec.Owner+`, '')`, spec.Owner+` = :owner, `, spec.Owner+` = :next, `, `, `+spec.Owner+` = NULL`
+		claimable = `(` + claimable + ` OR ` + spec.Owner + ` = :owner)`
+		thisGrant = spec.Owner + ` = :owner AND ` + acquired + ` >= :token`
+		listGrant = `u.` + spec.Owner + ` = j.locker_owner AND ` + micros(`u.`+spec.LockedAt) + ` >= j.locker_token`
+	}
+	live := acquired + ` > :now - :ttl`
+	moved := spec.LockedAt + ` = ` + at(`max(`+acquired+` + 1, :now)`)
+	row := `CAST(` + spec.Key + ` AS TEXT) AS resource, ` + owner + ` AS owner, ` + acquired + ` AS acquired, ` + acquired + ` + :ttl AS expires,
+	CAST(:now AS INTEGER) AS now`
+
+	return Statements{
+		Bind:      sqlx.QUESTION,
+		Prepare:   true,
+		ReadFirst: true,
+		Key:       spelling,
+
+		// A claim that waited while another came and went would else have the lower token, since a free row forgets. A write of nothing
+		// takes the file's one write lock, also in a deferred transaction.
+		Lock: `UPDATE ` + spec.Table + ` SET ` + spec.LockedAt + ` = NULL WHERE 1 = 0`,
+		Acquire: `
+UPDATE ` + spec.Table + ` SET ` + setOwner + moved + `
+WHERE ` + thisKey + ` AND ` + claimable + ` RETURNING ` + row,
+
+		Renew: `
+UPDATE ` + spec.Table + ` SET ` + moved + `
+WHERE ` + thisKey + ` AND ` + thisGrant + ` AND ` + live + ` RETURNING ` + row,
+		Release: `
+UPDATE ` + spec.Table + ` SET ` + spec.LockedAt + ` = NULL` + noOwner + `
+WHERE ` + thisKey + ` AND ` + thisGrant + ` AND ` + live + ` RETURNING ` + row,
+		Handover: `
+UPDATE ` + spec.Table + ` SET ` + next + moved + `
+WHERE ` + thisKey + ` AND ` + thisGrant + ` AND ` + live + ` RETURNING ` + row,
+		Finish: `
+UPDATE ` + spec.Table + ` SET :set, ` + spec.LockedAt + ` = NULL` + noOwner + `
+WHERE ` + thisKey + ` AND ` + thisGrant,
+
+		// There are no row locks: a write, of what is there already, takes the file's one write lock.
+		Guard: `
+UPDATE ` + spec.Table + ` SET ` + spec.LockedAt + ` = ` + spec.LockedAt + `
+WHERE ` + thisKey + ` AND ` + thisGrant + ` AND ` + live + ` RETURNING ` + row,
+
+		Get: `SELECT ` + row + ` FROM ` + spec.Table + ` WHERE ` + thisKey,
+
+		RenewBatch: `
+UPDATE ` + spec.Table + ` AS u SET ` + spec.LockedAt + ` = ` + at(`max(`+micros(`u.`+spec.LockedAt)+` + 1, :now)`) + `
+FROM (SELECT value ->> 'resource' AS locker_resource, value ->> 'owner' AS locker_owner, value ->> 'token' AS locker_token FROM json_each(:list)) AS j
+WHERE u.` + spec.Key + ` = ` + listKey + ` AND ` + listGrant + ` AND ` + micros(`u.`+spec.LockedAt) + ` > :now - :ttl
+RETURNING ` + row,
+	}, nil
+}
+
+// CheckRows refuses what could not hold a lock, see checkRows.
+func (d sqlite) CheckRows(ctx context.Context, db *sql.DB, spec RowSpec) (RowDialect, error) {
+	return d, d.checkRows(ctx, db, spec)
+}
+
+func (sqlite) checkRows(ctx context.Context, db *sql.DB, spec RowSpec) error {
+	parts, err := splitTable(spec.Table)
+	if err != nil {
+		return err
+	}
+	pragma := func(name, of string) string {
+		if len(parts) == 2 {
+			return "PRAGMA " + sqlite{}.Quote(parts[0]) + "." + name + "(" + sqlite{}.Quote(of) + ")"
+		}
+		return "PRAGMA " + name + "(" + sqlite{}.Quote(of) + ")"
+	}
+	list := func(name, of string) (all []map[string]any, err error) {
+		rows, err := sqlx.NewDb(db, "sqlite").QueryxContext(ctx, pragma(name, of))
+		if err != nil {
+			return nil, err
+		}
+		defer rows.Close()
+		for rows.Next() {
+			m := make(map[string]any)
+			if err := rows.MapScan(m); err != nil {
+				return nil, err
+			}
+			all = append(all, m)
+		}
+		return all, rows.Err()
+	}
+	table := parts[len(parts)-1]
+	columns, err := list("table_xinfo", table)
+	if err != nil {
+		return err
+	}
+	primary, rowid := 0, false
+	for _, c := range columns {
+		name := fmt.Sprint(c["name"])
+		if pk, _ := c["pk"].(int64); pk > 0 {
+			primary++
+			rowid = rowid || strings.EqualFold(name, spec.Key) && strings.EqualFold(fmt.Sprint(c["type"]), "INTEGER")
+		}
+		notNull, _ := c["notnull"].(int64)
+		hidden, _ := c["hidden"].(int64)
+		if lock := strings.EqualFold(name, spec.LockedAt) || spec.Owner != "" && strings.EqualFold(name, spec.Owner); lock && (notNull != 0 || hidden != 0) {
+			return &InvalidError{"RowSpec.LockedAt", fmt.Sprintf("%s is NOT NULL or generated, and NULL is what a free row has; make %s anew without", name, spec.Table)}
+		}
+	}
+	if primary == 1 && rowid {
+		return checkMemory(ctx, db)
+	}
+	indexes, err := list("index_list", table)
+	if err != nil {
+		return err
+	}
+	for _, i := range indexes {
+		if unique, _ := i["unique"].(int64); unique == 0 {
+			continue
+		}
+		if partial, _ := i["partial"].(int64); partial != 0 {
+			continue
+		}
+		of, err := list("index_xinfo", fmt.Sprint(i["name"]))
+		if err != nil {
+			return err
+		}
+		keys := 0
+		ours, collation := false, ""
+		for _, c := range of {
+			if k, _ := c["key"].(int64); k != 0 {
+				keys++
+				ours = strings.EqualFold(fmt.Sprint(c["name"]), spec.Key)
+				collation = fmt.Sprint(c["coll"])
+			}
+		}
+		switch {
+		case keys != 1 || !ours:
+		case collation != "BINARY":
+			return &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is COLLATE %s, which takes different keys for the same; make %s anew without it", spec.Key, collation, spec.Table)}
+		default:
+			return checkMemory(ctx, db)
+		}
+	}
+	return &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is not unique, so one lock would be of many rows; CREATE UNIQUE INDEX … ON %s (%s)",
+		spec.Key, spec.Table, spec.Key)}
 }

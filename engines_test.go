@@ -99,26 +99,30 @@ func (d database) table(t testing.TB, opts ...locker.Option) table {
 }
 
 // bind is the driver's placeholder for a single parameter.
-func (tb table) bind() string {
-	if tb.e.Name == "postgres" {
+func bind(e testdb.Engine) string {
+	if e.Name == "postgres" {
 		return "$1"
 	}
 	return "?"
 }
 
 func (tb table) DeleteRow(ctx context.Context, resource string) error {
-	_, err := tb.db.ExecContext(ctx, "DELETE FROM distributed_locks WHERE resource = "+tb.bind(), resource)
+	_, err := tb.db.ExecContext(ctx, "DELETE FROM distributed_locks WHERE resource = "+bind(tb.e), resource)
 	return err
 }
 
 // Block holds the row as a transaction does that reads it and wants it to stay: the hard case, because it changes nothing.
 func (tb table) Block(ctx context.Context, resource string) (func(), error) {
-	conn, err := tb.db.Conn(ctx)
+	return block(ctx, tb.e, tb.db, "distributed_locks", "resource", resource)
+}
+
+func block(ctx context.Context, e testdb.Engine, db *sql.DB, table, key, resource string) (func(), error) {
+	conn, err := db.Conn(ctx)
 	if err != nil {
 		return nil, err
 	}
-	begin, lock := "BEGIN", "SELECT owner FROM distributed_locks WHERE resource = "+tb.bind()
-	switch tb.e.Name {
+	begin, lock := "BEGIN", "SELECT "+key+" FROM "+table+" WHERE "+key+" = "+bind(e)
+	switch e.Name {
 	case "postgres":
 		begin += " ISOLATION LEVEL READ COMMITTED" // whatever the default is, this is not to fail
 		lock += " FOR SHARE"
@@ -131,8 +135,8 @@ func (tb table) Block(ctx context.Context, resource string) (func(), error) {
 		conn.Close()
 		return nil, err
 	}
-	var owner string
-	if err := conn.QueryRowContext(ctx, lock, resource).Scan(&owner); err != nil {
+	var found string
+	if err := conn.QueryRowContext(ctx, lock, resource).Scan(&found); err != nil {
 		conn.Close()
 		return nil, err
 	}

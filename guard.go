@@ -20,32 +20,35 @@ type Tx interface {
 var _ Tx = (*sql.Tx)(nil)
 
 // Guard makes a lease more than advisory for data in the same database: it checks, in the caller's transaction, that rec is the live
-// grant by the database's clock, and keeps claimers (not readers) out until the transaction ends. So either the writes of the
-// transaction are committed while nobody else has been granted the lock, or Guard fails:
+// grant by the database's clock, and keeps claimers (not readers) out until the transaction ends. So the writes of the transaction
+// are committed while nobody else has been granted the lock, or Guard fails:
 //
 //	tx, err := db.BeginTx(ctx, nil) // after the lock was acquired
 //	…                               // write
 //	err = table.Guard(ctx, tx, lease.Record())
-//	…                               // errors.Is(err, ErrLost): roll back, and nothing was written
+//	…                               // an error: roll back, and nothing was written
 //	err = tx.Commit()
 //
-// The error is a *LostError (errors.Is ErrLost) if the grant is over. Any other error comes as the driver gives it, wrapped with the
-// name: roll back; nothing is said about the lease. Above READ COMMITTED there are some that say "once more", and the whole transaction
-// can be sent again while the lease lasts: SQLSTATE 40001 and 40P01 in PostgreSQL, 1213 and 1020 in MySQL and MariaDB, 5 and 517 in
-// SQLite. The example of this method has the loop.
+// The error is a *LostError (errors.Is ErrLost) if the grant is over. Any other error says nothing about the lease and comes as the
+// driver gave it, wrapped: roll back. Those that mean "once more", here or from another statement or the commit (SQLSTATE 40001 and
+// 40P01; 1213, 1205 and 1020 in MySQL and MariaDB; 5 and 517 in SQLite), are what Retryable of the dialect reports; then send the whole
+// transaction again while the lease lasts. The example has the loop.
 //
-// Where to put it: in PostgreSQL and MySQL at READ COMMITTED last, right before the commit, because renewals of this lease wait for the
-// transaction; at other isolation levels first, so that the transaction's snapshot is not older than the grant (else a renewal
-// that came between makes it fail, 40001 and 1020). In MySQL a transaction at REPEATABLE READ that reads before it guards must not
-// have begun before the acquire: Guard itself reads the newest row, the reads before it do not. In SQLite begin with
-// BEGIN IMMEDIATE (_txlock=immediate): a deferred transaction that has read something cannot become a writer once somebody else has
-// written (517, whatever busy_timeout says), and a guarded transaction keeps all other writers of the file waiting, renewals
-// included.
+// Where to put it:
 //
-// Keep the transaction shorter than the trust of the lease (TTL minus margin since the last renewal): its renewals wait for it, those
-// of other leases do not. Several Guards in one transaction go in the order of their names, or two such transactions may deadlock.
-// A rollback to a savepoint set before Guard undoes Guard. The transaction must be in the table's database; any pool will do. On a
-// Galera cluster the loser learns at its COMMIT (1213).
+//   - PostgreSQL and MySQL at READ COMMITTED, MySQL at REPEATABLE READ: last, right before the commit, because renewals of this lease
+//     wait for the transaction. Guard itself reads the newest row whatever the snapshot of the transaction is; reads before it at
+//     REPEATABLE READ are as old as the transaction's first, so begin it after the acquire.
+//   - PostgreSQL above READ COMMITTED, and MariaDB with innodb_snapshot_isolation (the default from 11.6): first. Else a renewal that
+//     came after the snapshot makes it fail, 40001 or 1020, each time.
+//   - SQLite: first, in a transaction that begins IMMEDIATE (_txlock=immediate). A deferred one that has read something cannot become
+//     a writer once another has written (517, whatever busy_timeout says); with a rollback journal it keeps all writers out, this
+//     lease's renewals included.
+//
+// Keep the transaction shorter than the trust of the lease: its renewals wait for it, those of other leases do not (in SQLite all writers
+// of the file do). Several Guards in one transaction go in the order of their names, or two such transactions may deadlock. A rollback
+// to a savepoint set before Guard undoes it. The transaction must be in the table's database, through any pool. On a Galera cluster,
+// where claimers do not wait, the loser of the two learns at its statement or its COMMIT (1213).
 func (t *Table) Guard(ctx context.Context, tx Tx, rec Record) error {
 	if err := CheckGrant(rec); err != nil {
 		return err
@@ -63,7 +66,7 @@ func (t *store) check(ctx context.Context, tx Tx, rec Record) error {
 	case t.guard == nil:
 		return &InvalidError{"dialect", fmt.Sprintf("%s has no Guard statement", t.dialect.Name())}
 	}
-	p := params{resource: rec.Resource, owner: rec.Owner, token: rec.Token}
+	p := t.params(rec)
 	ok, rows, err := t.sendGuard(ctx, tx, p)
 	if err == nil && !ok && len(rows) == 0 {
 		rows, err = scan(tx.QueryContext(ctx, t.get.text, t.get.args(&p)...)) // why

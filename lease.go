@@ -21,6 +21,8 @@ type Lease struct {
 	trust   time.Time     // when it ends, on both clocks
 	due     time.Time     // when to renew
 	busy    chan struct{} // a renewal is under way; closed when it is settled
+	ending  chan struct{} // ReleaseWith is under way; closed when it is over
+	freed   bool          // by ReleaseWith
 	failure error         // of the last renewal, nil if it was confirmed
 	ended   error         // what Err says
 	lost    *LostError
@@ -100,6 +102,76 @@ func (l *Lease) Release(ctx context.Context) error {
 	return l.released
 }
 
+// ReleaseWith ends the lease by release, which frees the lock as a part of something else, such as RowTable.Finish or a transaction of the
+// caller's:
+//
+//	err := lease.ReleaseWith(ctx, func(ctx context.Context, rec locker.Record) error {
+//		return rows.Finish(ctx, rec, "state = 'paid'")
+//	})
+//
+// release is called once, with the record as it is in the database: no renewal is under way and none is sent until it returns. Its ctx
+// ends with ctx and when the lease may no longer be trusted. If it returns nil the lock is free: the lease ends as by Release, which
+// then returns nil as well. If its error matches ErrNotHeld, ErrNotOwner or ErrNoRow the lease is lost, and the answer is the
+// *LostError. After any other error the lease goes on, renewed and held, and the error is returned as it is. WithMinHold has no part in
+// it.
+func (l *Lease) ReleaseWith(ctx context.Context, release func(ctx context.Context, rec Record) error) (err error) {
+	s := l.s
+	s.mu.Lock()
+	for {
+		ended := l.err()
+		if _, held := s.leases[l]; !held {
+			s.mu.Unlock()
+			return ended
+		}
+		busy := l.busy
+		if busy == nil {
+			break
+		}
+		s.mu.Unlock()
+		select {
+		case <-busy: // at most a sixth of the TTL
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		s.mu.Lock()
+	}
+	l.ending = make(chan struct{})
+	l.busy = l.ending // the heartbeat keeps out
+	s.jobs.n++
+	rec := l.now()
+	ctx, cancel := context.WithDeadline(ctx, l.trust)
+	s.mu.Unlock()
+
+	unknown := true // release may panic
+	defer func() {
+		cancel()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		defer s.jobs.done()
+		close(l.ending)
+		l.busy, l.ending = nil, nil
+		_, held := s.leases[l]
+		switch {
+		case unknown:
+		case err == nil:
+			l.freed = true
+			l.end(fmt.Errorf("locker: lease on %q was released: %w", rec.Resource, ErrNotHeld))
+			s.drop(l)
+		case isVerdict(err):
+			if held {
+				s.lose(l, err)
+			}
+			if l.lost != nil {
+				err = l.lost
+			}
+		}
+		s.wake()
+	}()
+	err = release(ctx, rec)
+	unknown = false
+	return err
+}
+
 // over reports whether trust has ended at now, by either clock. The monotonic one stands still while a machine is suspended, the wall
 // clock may be set back; set forward it ends trust early, which costs work but not safety.
 func (l *Lease) over(now time.Time) bool {
@@ -131,10 +203,22 @@ func (l *Lease) end(err error) {
 // release frees l once.
 func (s *Session) release(ctx context.Context, l *Lease) error {
 	s.mu.Lock()
+	if ending := l.ending; ending != nil {
+		s.mu.Unlock()
+		select {
+		case <-ending:
+		case <-time.After(10 * time.Second):
+		}
+		s.mu.Lock()
+	}
 	_, held := s.leases[l]
 	if held && l.over(time.Now()) {
 		s.lose(l, l.cause())
 		held = false
+	}
+	if l.freed {
+		s.mu.Unlock()
+		return nil
 	}
 	if !held {
 		defer s.mu.Unlock()

@@ -33,6 +33,22 @@
 // Acquire with a fixed owner, such as a host name, excludes nobody inside that host: the same owner is granted again. Use an owner
 // for each acquire, or a Session, which does that.
 //
+// # Row leases
+//
+// A [RowTable] keeps the lock on the row that it protects: a nullable timestamp column, such as users.identity_locked_at, and no table of
+// its own. It is a Locker like a Table, and a Session works on it unchanged; what is different (one TTL for all, tokens that move with
+// each renewal, ErrNoRow) stands in its documentation. [RowTable.Finish] completes the work and frees the row in one statement.
+//
+//	rows, err := locker.NewRowTable(ctx, db, locker.Postgres(), locker.RowSpec{
+//		Table: "users", Key: "id", LockedAt: "identity_locked_at", Owner: "identity_locked_by", TTL: 30 * time.Second,
+//	})
+//
+// # Guard
+//
+// For data in the same database a lease is more than advisory: [Table.Guard] and [RowTable.Guard] check it inside the caller's own
+// transaction and keep claimers out until that ends, so that a stale holder's write cannot be committed. For data elsewhere send the
+// token along ([Lease.Token]) and let the other side refuse a token lower than the highest it has seen.
+//
 // # What is promised
 //
 //   - At most one owner per resource at any instant of the database's clock. No clock of a client takes part.
@@ -45,9 +61,8 @@
 //
 // The database's clock does not jump forward, and the nodes of a cluster do not differ, by more than the margin. If it is set back
 // by S, a dead holder blocks for TTL + S. A lease is a lease: a process that was stopped for longer than its trust may wake up
-// inside its critical section, see no signal for an instant and write. Where that would cost money, check the token where the data
-// is: a downstream that refuses a token lower than the highest it has seen cannot be written to by a stale holder
-// (Kleppmann, "How to do distributed locking", 2016).
+// inside its critical section, see no signal for an instant and write (Kleppmann, "How to do distributed locking", 2016). So without
+// Guard or a checked token a lease saves work and no more; with one of them it is safe.
 package locker
 
 import (

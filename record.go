@@ -34,8 +34,11 @@ type HeldError struct {
 }
 
 func (e *HeldError) Error() string {
-	return fmt.Sprintf("locker: %q is held by %q for another %v", e.Holder.Resource, e.Holder.Owner,
-		e.Holder.Remaining.Round(time.Millisecond))
+	by := ""
+	if e.Holder.Owner != "" { // a RowTable may not know
+		by = fmt.Sprintf(" by %q", e.Holder.Owner)
+	}
+	return fmt.Sprintf("locker: %q is held%s for another %v", e.Holder.Resource, by, e.Holder.Remaining.Round(time.Millisecond))
 }
 
 // Is reports whether target is ErrHeld.

@@ -31,7 +31,8 @@ type Session struct {
 	log    *slog.Logger
 	label  string // what all owners of this session begin with
 	skew   time.Duration
-	lock   lockConfig // defaults
+	fixed  time.Duration // the TTL of all leases, if the Locker has one
+	lock   lockConfig    // defaults
 
 	mu      sync.Mutex
 	seq     int64
@@ -136,7 +137,8 @@ func WithLogger(log *slog.Logger) SessionOption {
 }
 
 // NewSession returns a Session that takes its locks from l. Nothing is sent. If l has a method ClockSkew() time.Duration, as a Table
-// does, that is the margin, unless it is 0.
+// does, that is the margin, unless it is 0. If l has a method TTL() time.Duration, as a RowTable does, that is the TTL of all locks;
+// then WithMinHold is ErrInvalid, because a lease cannot be left to run out at another time.
 func NewSession(l Locker, opts ...SessionOption) (*Session, error) {
 	if l == nil {
 		return nil, &InvalidError{"locker", "is nil"}
@@ -161,6 +163,10 @@ func NewSession(l Locker, opts ...SessionOption) (*Session, error) {
 	if t, ok := l.(interface{ ClockSkew() time.Duration }); ok {
 		s.skew = t.ClockSkew()
 	}
+	if t, ok := l.(interface{ TTL() time.Duration }); ok {
+		s.fixed = t.TTL()
+		s.lock.ttl = s.fixed
+	}
 	for _, o := range opts {
 		if o == nil {
 			return nil, &InvalidError{"option", "is nil"}
@@ -170,7 +176,7 @@ func NewSession(l Locker, opts ...SessionOption) (*Session, error) {
 		}
 	}
 	s.open, s.close = context.WithCancel(context.Background())
-	if _, err := s.margin(s.lock.ttl); err != nil {
+	if err := s.check(s.lock); err != nil {
 		return nil, err
 	}
 	unique := make([]byte, 8)
@@ -190,6 +196,19 @@ func (s *Session) margin(ttl time.Duration) (time.Duration, error) {
 	return s.skew, nil
 }
 
+// check returns nil if locks can be had with c.
+func (s *Session) check(c lockConfig) error {
+	switch {
+	case s.fixed != 0 && c.ttl != s.fixed:
+		return &InvalidError{"ttl", fmt.Sprintf("is %v; all leases of this Locker have %v", c.ttl, s.fixed)}
+	case s.fixed != 0 && c.minHold > 0:
+		return &InvalidError{"min hold", fmt.Sprintf("is %v; leases of this Locker have a TTL of %v and cannot be left to run out at another time",
+			c.minHold, s.fixed)}
+	}
+	_, err := s.margin(c.ttl)
+	return err
+}
+
 // config is the defaults with opts, all checked.
 func (s *Session) config(resource string, opts []LockOption) (lockConfig, error) {
 	c := s.lock
@@ -204,8 +223,7 @@ func (s *Session) config(resource string, opts []LockOption) (lockConfig, error)
 			return c, err
 		}
 	}
-	_, err := s.margin(c.ttl)
-	return c, err
+	return c, s.check(c)
 }
 
 // TryLock takes resource if it is free, and is *HeldError (errors.Is ErrHeld) at once if it is not. Any other error means that the

@@ -1494,3 +1494,128 @@ func (m moving) Renew(ctx context.Context, r locker.Record, ttl time.Duration) (
 	time.Sleep(100 * time.Millisecond)
 	return rec, err
 }
+
+func TestReleaseWith(t *testing.T) {
+	const ttl = 3 * time.Second
+	run := func(name string, test func(*testing.T, *script, *locker.Session, *locker.Lease)) {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := newScript()
+				s := session(t, m, locker.WithTTL(ttl))
+				l := lock(t, s, "r")
+				test(t, m, s, l)
+				synctest.Wait()
+			})
+		})
+	}
+	free := func(m *script) func(context.Context, locker.Record) error {
+		return func(ctx context.Context, rec locker.Record) error { return m.Memory.Release(ctx, rec) }
+	}
+	isFree := func(t *testing.T, m *script) {
+		t.Helper()
+		_, err := m.Memory.Get(t.Context(), "r")
+		assert.ErrorIs(t, err, locker.ErrNotHeld)
+	}
+	run("frees once", func(t *testing.T, m *script, s *locker.Session, l *locker.Lease) {
+		ctx, cancel := l.Context(t.Context())
+		defer cancel()
+		require.NoError(t, l.ReleaseWith(t.Context(), free(m)))
+		isFree(t, m)
+		assert.True(t, ended(ctx))
+		assert.ErrorIs(t, l.Err(), locker.ErrNotHeld)
+		m.take()
+		assert.NoError(t, l.Release(t.Context()))
+		assert.ErrorIs(t, l.ReleaseWith(t.Context(), free(m)), locker.ErrNotHeld, "not twice")
+		time.Sleep(time.Minute)
+		assert.Empty(t, m.take(), "nothing more is sent")
+	})
+	run("keeps renewals out", func(t *testing.T, m *script, s *locker.Session, l *locker.Lease) {
+		require.NoError(t, l.ReleaseWith(t.Context(), func(ctx context.Context, rec locker.Record) error {
+			m.take()
+			time.Sleep(2 * time.Second) // a beat is at one second
+			assert.Zero(t, m.count("renew")+m.count("batch"))
+			assert.NoError(t, ctx.Err())
+			return m.Memory.Release(ctx, rec)
+		}))
+	})
+	run("waits for the renewal under way", func(t *testing.T, m *script, s *locker.Session, l *locker.Lease) {
+		var over atomic.Bool
+		m.on(func(_ context.Context, c call) error {
+			if c.verb == "renew" {
+				time.Sleep(300 * time.Millisecond)
+				over.Store(true)
+			}
+			return nil
+		}, nil)
+		time.Sleep(1100 * time.Millisecond) // in the middle of it
+		require.NoError(t, l.ReleaseWith(t.Context(), func(ctx context.Context, rec locker.Record) error {
+			assert.True(t, over.Load())
+			return m.Memory.Release(ctx, rec)
+		}))
+	})
+	run("an error leaves the lease as it was", func(t *testing.T, m *script, s *locker.Session, l *locker.Lease) {
+		no := errors.New("constraint violated")
+		assert.Equal(t, no, l.ReleaseWith(t.Context(), func(context.Context, locker.Record) error { return no }))
+		assert.PanicsWithValue(t, "oops", func() {
+			l.ReleaseWith(t.Context(), func(context.Context, locker.Record) error { panic("oops") })
+		})
+		time.Sleep(time.Minute)
+		assert.NoError(t, l.Err(), "and it is renewed")
+		require.NoError(t, l.Release(t.Context()))
+		isFree(t, m)
+	})
+	run("a verdict is a loss", func(t *testing.T, m *script, s *locker.Session, l *locker.Lease) {
+		err := l.ReleaseWith(t.Context(), func(context.Context, locker.Record) error { return fmt.Errorf("finish: %w", locker.ErrNotOwner) })
+		var lost *locker.LostError
+		require.ErrorAs(t, err, &lost)
+		assert.ErrorIs(t, err, locker.ErrNotOwner)
+		assert.Equal(t, err, l.Err())
+		assert.Equal(t, err, l.Release(t.Context()))
+	})
+	run("trust ends meanwhile", func(t *testing.T, m *script, s *locker.Session, l *locker.Lease) {
+		err := l.ReleaseWith(t.Context(), func(ctx context.Context, _ locker.Record) error {
+			<-ctx.Done()
+			return ctx.Err()
+		})
+		assert.ErrorIs(t, err, context.DeadlineExceeded)
+		assert.ErrorIs(t, l.Err(), locker.ErrLost)
+		assert.ErrorIs(t, l.Release(t.Context()), locker.ErrLost)
+	})
+	for name, end := range map[string]func(*locker.Session, *locker.Lease) error{
+		"release waits for it": func(_ *locker.Session, l *locker.Lease) error { return l.Release(context.Background()) },
+		"close waits for it":   func(s *locker.Session, _ *locker.Lease) error { return s.Close(context.Background()) },
+	} {
+		run(name, func(t *testing.T, m *script, s *locker.Session, l *locker.Lease) {
+			over := make(chan error, 1)
+			require.NoError(t, l.ReleaseWith(t.Context(), func(ctx context.Context, rec locker.Record) error {
+				go func() { over <- end(s, l) }()
+				synctest.Wait()
+				assert.Empty(t, over)
+				return m.Memory.Release(ctx, rec)
+			}))
+			assert.NoError(t, <-over)
+			assert.Zero(t, m.count("release"))
+		})
+	}
+	run("the next in line gets it", func(t *testing.T, m *script, s *locker.Session, l *locker.Lease) {
+		next := make(chan *locker.Lease, 1)
+		go func() {
+			l, err := s.Lock(t.Context(), "r")
+			assert.NoError(t, err)
+			next <- l
+		}()
+		synctest.Wait()
+		require.NoError(t, l.ReleaseWith(t.Context(), free(m)))
+		after := <-next
+		assert.Greater(t, after.Token(), l.Token())
+		require.NoError(t, after.Release(t.Context()))
+	})
+	run("in do", func(t *testing.T, m *script, s *locker.Session, l *locker.Lease) {
+		err := s.Do(t.Context(), "other", func(ctx context.Context, l *locker.Lease) error { return l.ReleaseWith(ctx, free(m)) })
+		assert.NoError(t, err)
+		err = s.Do(t.Context(), "other", func(ctx context.Context, l *locker.Lease) error {
+			return l.ReleaseWith(ctx, func(context.Context, locker.Record) error { return locker.ErrNotHeld })
+		})
+		assert.ErrorIs(t, err, locker.ErrLost)
+	})
+}

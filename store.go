@@ -1,6 +1,7 @@
 package locker
 
 import (
+	"cmp"
 	"context"
 	"database/sql"
 	"encoding/json"
@@ -8,6 +9,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -25,11 +27,13 @@ type store struct {
 	skew    time.Duration
 	st      Statements
 
-	acquire, renew, release, handover, get, list, idle, purge, guard, renewBatch, getBatch *statement
+	acquire, renew, release, handover, get, list, idle, purge, guard, renewBatch, getBatch, lock *statement
 
 	// Of a RowTable.
-	moving    bool // a renewal moves the token, and a resource without a row is ErrNoRow
-	anonymous bool // there is no owner column
+	moving    bool   // a renewal moves the token, and a resource without a row is ErrNoRow
+	anonymous bool   // there is no owner column
+	ttl       int64  // of all leases, in microseconds
+	probe     string // names the columns and reads nothing
 }
 
 // open takes what New and NewRowTable are given.
@@ -73,6 +77,7 @@ func (t *store) compile(required ...string) error {
 		{&t.guard, "Guard", t.st.Guard},
 		{&t.renewBatch, "RenewBatch", t.st.RenewBatch},
 		{&t.getBatch, "GetBatch", t.st.GetBatch},
+		{&t.lock, "Lock", t.st.Lock},
 	} {
 		if s.text == "" && !slices.Contains(required, s.name) {
 			continue
@@ -132,10 +137,13 @@ func (t *store) grant(ctx context.Context, verb, resource string, ttl time.Durat
 func (t *store) claim(ctx context.Context, p params) (row, error) {
 	begin := time.Now()
 	held := func(r row) bool { return r.live() && (t.anonymous || r.Owner != p.owner) }
+	missing := func(r row) bool { return t.moving && r.Resource == "" }
 	if t.st.ReadFirst {
 		switch seen, err := t.read(ctx, p.resource); {
 		case err != nil:
 			return row{}, err
+		case missing(seen):
+			return row{}, ErrNoRow
 		case held(seen):
 			return row{}, &HeldError{seen.record(time.Since(begin))}
 		}
@@ -144,25 +152,31 @@ func (t *store) claim(ctx context.Context, p params) (row, error) {
 	switch {
 	case err != nil || !r.Refused:
 		return r, err
+	case missing(r):
+		return row{}, ErrNoRow
 	case held(r):
 		return row{}, &HeldError{r.record(time.Since(begin))}
 	}
 	return row{}, errAgain // the holder came and went in the meantime
 }
 
-// prolong renews a grant that was just won, and came too late to be a full lease. If it is over already, that is no verdict on the
-// record that the caller had.
+// prolong renews a grant that was just won, and came too late to be a full lease.
 func (t *store) prolong(ctx context.Context, won *row, p params) (row, error) {
 	p.owner, p.token = won.Owner, won.Acquired
-	r, err := t.change(ctx, t.renew, p, won.Owner)
+	return t.change(ctx, t.renew, p, won.Owner)
+}
+
+// prolongGiven is prolong after a hand-over: if the new lease is over already, that is no verdict on the record that was given away.
+func (t *store) prolongGiven(ctx context.Context, won *row, p params) (row, error) {
+	r, err := t.prolong(ctx, won, p)
 	if isVerdict(err) {
-		err = fmt.Errorf("granted to %q, but that lease is over already: %v", won.Owner, err)
+		err = fmt.Errorf("given to %q, whose lease is over already: %v", won.Owner, err)
 	}
 	return r, err
 }
 
 func (t *store) free(ctx context.Context, rec Record) error {
-	p := params{resource: rec.Resource, owner: rec.Owner, token: rec.Token}
+	p := t.params(rec)
 	return t.retry(ctx, "release", rec.Resource, func() error {
 		if !t.st.Exec {
 			_, err := t.change(ctx, t.release, p, rec.Owner)
@@ -186,11 +200,16 @@ func (t *store) look(ctx context.Context, resource string) (Record, error) {
 	err := t.retry(ctx, "get", resource, func() error {
 		begin := time.Now()
 		r, err := t.read(ctx, resource)
-		if err == nil && !r.live() {
-			err = ErrNotHeld
+		switch {
+		case err != nil:
+			return err
+		case t.moving && r.Resource == "":
+			return ErrNoRow
+		case !r.live():
+			return ErrNotHeld
 		}
 		rec = r.record(time.Since(begin))
-		return err
+		return nil
 	})
 	if err != nil {
 		return Record{}, err
@@ -245,14 +264,20 @@ func (t *store) isGrant(r row, owner string, token int64) bool {
 // (the zero row if there is none).
 func (t *store) send(ctx context.Context, s *statement, p params, owner string) (row, error) {
 	if !t.st.Exec {
-		rows, err := t.query(ctx, s, p)
-		if err != nil {
+		query := t.query
+		if s == t.acquire && t.lock != nil {
+			query = t.queryAlone
+		}
+		rows, err := query(ctx, s, p)
+		switch {
+		case err != nil:
 			return row{}, err
+		case len(rows) == 0:
+			return t.refused(ctx, p)
+		case t.anonymous && !rows[0].Refused:
+			rows[0].Owner = owner
 		}
-		if len(rows) > 0 {
-			return rows[0], nil
-		}
-		return t.refused(ctx, p)
+		return rows[0], nil
 	}
 	res, err := t.exec(ctx, s, p)
 	if err != nil {
@@ -291,11 +316,136 @@ func (t *store) refused(ctx context.Context, p params) (row, error) {
 
 // read returns the row of resource, live or not; the zero row, which is not live, if there is none.
 func (t *store) read(ctx context.Context, resource string) (row, error) {
-	rows, err := t.query(ctx, t.get, params{resource: resource})
+	rows, err := t.query(ctx, t.get, params{resource: resource, ttl: t.ttl})
 	if err != nil || len(rows) == 0 {
 		return row{}, err
 	}
 	return rows[0], nil
+}
+
+// renewAll is RenewBatch: renewOne is for a dialect that has no statement for it.
+func (t *store) renewAll(ctx context.Context, recs []Record, ttl time.Duration, renewOne func(context.Context, Record) (Record, error)) ([]Record, error) {
+	renewed := make([]Record, 0, len(recs))
+	if t.renewBatch == nil {
+		for _, r := range recs {
+			r, err := renewOne(ctx, r)
+			switch {
+			case err == nil:
+				renewed = append(renewed, r)
+			case !isVerdict(err):
+				return renewed, err
+			}
+		}
+		return renewed, nil
+	}
+	// Sorted, so that two batches lock in the same order; each key once, because a row can be updated only once in a statement.
+	sorted := slices.SortedFunc(slices.Values(recs), func(a, b Record) int {
+		return cmp.Or(strings.Compare(a.Resource, b.Resource), cmp.Compare(b.Token, a.Token))
+	})
+	sorted = slices.CompactFunc(sorted, func(a, b Record) bool { return a.Resource == b.Resource })
+	for chunk := range slices.Chunk(sorted, maxBatch) {
+		p := params{ttl: ttl.Microseconds(), list: grantList(chunk)}
+		err := t.retry(ctx, "renew", fmt.Sprintf("%s and %d more", chunk[0].Resource, len(chunk)-1), func() error {
+			begin := time.Now()
+			rows, err := t.renewRows(ctx, p, chunk)
+			if err != nil {
+				return err
+			}
+			took := time.Since(begin)
+			wanted := byResource(chunk)
+			for _, r := range rows {
+				if t.anonymous {
+					r.Owner = wanted[r.Resource].Owner
+				}
+				if r.live() {
+					renewed = append(renewed, r.record(took))
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return renewed, err
+		}
+	}
+	return renewed, nil
+}
+
+// maxBatch is how many rows one statement renews or deletes.
+const maxBatch = 1000
+
+// renewRows sends one RenewBatch and returns the rows it renewed.
+func (t *store) renewRows(ctx context.Context, p params, chunk []Record) ([]row, error) {
+	switch {
+	case !t.st.Exec:
+		return t.query(ctx, t.renewBatch, p)
+	case t.moving:
+		return t.moveRows(ctx, p)
+	}
+	res, err := t.exec(ctx, t.renewBatch, p)
+	if err != nil {
+		return nil, err
+	}
+	expires, err := res.LastInsertId()
+	if err != nil || expires <= ExecRefused {
+		return nil, err
+	}
+	n, err := res.RowsAffected()
+	if err != nil {
+		return nil, err
+	}
+	if int(n) == len(chunk) {
+		rows := make([]row, len(chunk))
+		for i, r := range chunk {
+			rows[i] = row{Resource: r.Resource, Owner: r.Owner, Acquired: r.Token, Expires: expires, Now: expires - p.ttl}
+		}
+		return rows, nil
+	}
+	// Some were skipped or lost, or did not count because their expiry did not change. All that were renewed have this very expiry.
+	all, err := t.query(ctx, t.getBatch, p)
+	if err != nil {
+		return nil, err
+	}
+	wanted := byResource(chunk)
+	return slices.DeleteFunc(all, func(r row) bool {
+		w := wanted[r.Resource]
+		return r.Expires != expires || !t.isGrant(r, w.Owner, w.Token)
+	}), nil
+}
+
+// moveRows renews rows whose token moves and cannot be returned by an UPDATE: it locks those of the list that are live, gives all of
+// them one new token, and returns them.
+func (t *store) moveRows(ctx context.Context, p params) ([]row, error) {
+	// READ COMMITTED keeps no lock on rows that the list does not name.
+	tx, err := t.db.BeginTx(ctx, &sql.TxOptions{Isolation: sql.LevelReadCommitted})
+	if err != nil {
+		return nil, err
+	}
+	defer tx.Rollback()
+	rows, err := scan(tx.QueryContext(ctx, t.getBatch.text, t.getBatch.args(&p)...))
+	if err != nil || len(rows) == 0 {
+		return nil, err
+	}
+	recs := make([]Record, len(rows))
+	for i, r := range rows {
+		recs[i] = r.record(0)
+		p.token = max(p.token, r.Now, r.Acquired+1)
+	}
+	p.list = grantList(recs)
+	if _, err := tx.ExecContext(ctx, t.renewBatch.text, t.renewBatch.args(&p)...); err != nil {
+		return nil, err
+	}
+	for i := range rows {
+		rows[i].Acquired, rows[i].Now, rows[i].Expires = p.token, p.token, p.token+p.ttl
+	}
+	return rows, tx.Commit()
+}
+
+func byResource(recs []Record) map[string]Record {
+	m := make(map[string]Record, len(recs))
+	for _, r := range recs {
+		m[r.Resource] = r
+	}
+	return m
 }
 
 // retry makes attempts until one decides or ctx ends, and wraps the error. It is the one place that does.
@@ -349,6 +499,12 @@ func pause(ctx context.Context, n int) {
 type params struct {
 	resource, owner, next, after, list string
 	token, ttl, idle, limit            int64
+	args                               []any // of Finish: arg0, arg1, …
+}
+
+// params names the grant of rec.
+func (t *store) params(rec Record) params {
+	return params{resource: rec.Resource, owner: rec.Owner, token: rec.Token, ttl: t.ttl}
 }
 
 func (p *params) value(name string, now int64) any {
@@ -372,6 +528,10 @@ func (p *params) value(name string, now int64) any {
 	case "limit":
 		return p.limit
 	}
+	if n, ok := strings.CutPrefix(name, "arg"); ok {
+		i, _ := strconv.Atoi(n)
+		return p.args[i]
+	}
 	return now // compile has refused all others
 }
 
@@ -385,12 +545,12 @@ type statement struct {
 	prepared atomic.Pointer[sqlx.Stmt]
 }
 
-func compile(text string, bind int, prepare bool) (*statement, error) {
+func compile(text string, bind int, prepare bool, more ...string) (*statement, error) {
 	if text == "" {
 		return nil, errors.New("is empty")
 	}
 	named := make(map[string]any, len(paramNames))
-	for _, n := range paramNames {
+	for _, n := range append(more, paramNames...) {
 		named[n] = n
 	}
 	text, args, err := sqlx.BindNamed(bind, text, named)
@@ -455,6 +615,38 @@ func (t *store) query(ctx context.Context, s *statement, p params) ([]row, error
 	return scan(t.db.QueryContext(ctx, s.text, s.args(&p)...))
 }
 
+// queryAlone is query in a transaction of its own that has waited for all other writers before s reads :now.
+func (t *store) queryAlone(ctx context.Context, s *statement, p params) ([]row, error) {
+	for _, s := range []*statement{t.lock, s} { // now, because a pool may have one connection
+		if _, err := t.stmt(ctx, s); err != nil {
+			return nil, err
+		}
+	}
+	tx, err := t.db.BeginTxx(ctx, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer tx.Rollback()
+	if lock, _ := t.stmt(ctx, t.lock); lock != nil {
+		_, err = tx.StmtxContext(ctx, lock).ExecContext(ctx)
+	} else {
+		_, err = tx.ExecContext(ctx, t.lock.text)
+	}
+	if err != nil {
+		return nil, err
+	}
+	var all []row
+	if prepared, _ := t.stmt(ctx, s); prepared != nil {
+		all, err = scan(tx.StmtxContext(ctx, prepared).QueryContext(ctx, s.args(&p)...))
+	} else {
+		all, err = scan(tx.QueryContext(ctx, s.text, s.args(&p)...))
+	}
+	if err != nil {
+		return nil, err
+	}
+	return all, tx.Commit()
+}
+
 func scan(rows *sql.Rows, err error) ([]row, error) {
 	if err != nil {
 		return nil, err
@@ -488,13 +680,22 @@ func toJSON(v any) string {
 	return string(b)
 }
 
-// quoteTable splits name at its dots, those in double quotes apart, and quotes each part.
+// quoteTable quotes each part of name.
 func quoteTable(d Dialect, name string) (string, error) {
-	invalid := func(reason string) (string, error) {
-		return "", &InvalidError{"table", fmt.Sprintf("%q %s", name, reason)}
+	parts, err := splitTable(name)
+	for i := range parts {
+		parts[i] = d.Quote(parts[i])
+	}
+	return strings.Join(parts, "."), err
+}
+
+// splitTable splits name at its dots, those in double quotes apart.
+func splitTable(name string) ([]string, error) {
+	invalid := func(reason string) ([]string, error) {
+		return nil, &InvalidError{"table", fmt.Sprintf("%q %s", name, reason)}
 	}
 	if err := checkText("table", name); err != nil {
-		return "", err
+		return nil, err
 	}
 	var parts []string
 	for rest, more := name, true; more; {
@@ -530,10 +731,10 @@ func quoteTable(d Dialect, name string) (string, error) {
 		case len(part) > 63:
 			return invalid("has a part of more than 63 bytes, which PostgreSQL would cut")
 		}
-		parts = append(parts, d.Quote(part))
+		parts = append(parts, part)
 	}
 	if len(parts) > 2 {
 		return invalid("has more than two parts; write schema.table")
 	}
-	return strings.Join(parts, "."), nil
+	return parts, nil
 }

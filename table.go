@@ -5,7 +5,6 @@ import (
 	"context"
 	"database/sql"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 )
@@ -164,7 +163,7 @@ func (t *Table) Handover(ctx context.Context, rec Record, owner string, ttl time
 	p := params{resource: rec.Resource, owner: rec.Owner, token: rec.Token, next: owner, ttl: ttl.Microseconds()}
 	return t.grant(ctx, "hand over", rec.Resource, ttl, func(given *row) (row, error) {
 		if given != nil {
-			return t.prolong(ctx, given, p)
+			return t.prolongGiven(ctx, given, p)
 		}
 		return t.change(ctx, t.handover, p, owner)
 	})
@@ -200,87 +199,7 @@ func (t *Table) RenewBatch(ctx context.Context, recs []Record, ttl time.Duration
 			return nil, &InvalidError{"token", fmt.Sprintf("is 0 for %q; a batch renews exact grants", r.Resource)}
 		}
 	}
-	renewed := make([]Record, 0, len(recs))
-	if t.renewBatch == nil {
-		for _, r := range recs {
-			r, err := t.Renew(ctx, r, ttl)
-			switch {
-			case err == nil:
-				renewed = append(renewed, r)
-			case !isVerdict(err):
-				return renewed, err
-			}
-		}
-		return renewed, nil
-	}
-	// Sorted, so that two batches lock in the same order; each key once, because a row can be updated only once in a statement.
-	sorted := slices.SortedFunc(slices.Values(recs), func(a, b Record) int {
-		return cmp.Or(strings.Compare(a.Resource, b.Resource), cmp.Compare(b.Token, a.Token))
-	})
-	sorted = slices.CompactFunc(sorted, func(a, b Record) bool { return a.Resource == b.Resource })
-	for chunk := range slices.Chunk(sorted, maxBatch) {
-		p := params{ttl: ttl.Microseconds(), list: grantList(chunk)}
-		err := t.retry(ctx, "renew", fmt.Sprintf("%s and %d more", chunk[0].Resource, len(chunk)-1), func() error {
-			begin := time.Now()
-			rows, err := t.renewRows(ctx, p, chunk)
-			if err != nil {
-				return err
-			}
-			took := time.Since(begin)
-			for _, r := range rows {
-				if r.live() {
-					renewed = append(renewed, r.record(took))
-				}
-			}
-			return nil
-		})
-		if err != nil {
-			return renewed, err
-		}
-	}
-	return renewed, nil
-}
-
-// maxBatch is how many rows one statement renews or deletes.
-const maxBatch = 1000
-
-// renewRows sends one RenewBatch and returns the rows it renewed.
-func (t *Table) renewRows(ctx context.Context, p params, chunk []Record) ([]row, error) {
-	if !t.st.Exec {
-		return t.query(ctx, t.renewBatch, p)
-	}
-	res, err := t.exec(ctx, t.renewBatch, p)
-	if err != nil {
-		return nil, err
-	}
-	expires, err := res.LastInsertId()
-	if err != nil || expires <= ExecRefused {
-		return nil, err
-	}
-	n, err := res.RowsAffected()
-	if err != nil {
-		return nil, err
-	}
-	if int(n) == len(chunk) {
-		rows := make([]row, len(chunk))
-		for i, r := range chunk {
-			rows[i] = row{Resource: r.Resource, Owner: r.Owner, Acquired: r.Token, Expires: expires, Now: expires - p.ttl}
-		}
-		return rows, nil
-	}
-	// Some were skipped or lost, or did not count because their expiry did not change. All that were renewed have this very expiry.
-	all, err := t.query(ctx, t.getBatch, p)
-	if err != nil {
-		return nil, err
-	}
-	wanted := make(map[string]Record, len(chunk))
-	for _, r := range chunk {
-		wanted[r.Resource] = r
-	}
-	return slices.DeleteFunc(all, func(r row) bool {
-		w := wanted[r.Resource]
-		return r.Expires != expires || !t.isGrant(r, w.Owner, w.Token)
-	}), nil
+	return t.renewAll(ctx, recs, ttl, func(ctx context.Context, rec Record) (Record, error) { return t.Renew(ctx, rec, ttl) })
 }
 
 // List returns live locks by name, see Admin.
