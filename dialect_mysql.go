@@ -15,7 +15,9 @@ import (
 func MySQL() Dialect { return mysql{} }
 
 type mysql struct {
-	index string // of the keys of a RowTable
+	// Of the key of a RowTable, see CheckRows.
+	index string
+	uuid  bool
 }
 
 func (mysql) Name() string { return "mysql" }
@@ -202,6 +204,9 @@ func (d mysql) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, er
 		}
 		resource = `CAST(` + spec.Key + ` AS CHAR)`
 	case "VARCHAR", "CHAR":
+		if d.uuid {
+			spelling, thisKey, resource = KeyUUID, spec.Key+` = `+text(":resource"), `CAST(`+spec.Key+` AS CHAR)`
+		}
 	case "VARBINARY":
 		thisKey, listKey, resource = spec.Key+` = CAST(:resource AS BINARY)`, `CAST(j.locker_key AS BINARY)`, spec.Key
 	default:
@@ -274,7 +279,7 @@ func (d mysql) CheckRows(ctx context.Context, db *sql.DB, spec RowSpec) (RowDial
 	if d.index, err = uniqueIndex(ctx, db, spec); err != nil {
 		return nil, err
 	}
-	if err := checkColumns(ctx, db, spec); err != nil {
+	if d.uuid, err = checkColumns(ctx, db, spec); err != nil {
 		return nil, err
 	}
 	return d, checkAutocommit(ctx, db)
@@ -334,23 +339,24 @@ func uniqueIndex(ctx context.Context, db *sql.DB, spec RowSpec) (string, error) 
 	return uniqueOn[i], nil
 }
 
-func checkColumns(ctx context.Context, db *sql.DB, spec RowSpec) error {
+// checkColumns also reports whether the key is of the type UUID (MariaDB), which looks like CHAR to the driver.
+func checkColumns(ctx context.Context, db *sql.DB, spec RowSpec) (uuid bool, err error) {
 	parts, err := splitTable(spec.Table)
 	if err != nil {
-		return err
+		return false, err
 	}
 	var isEngine string
 	err = db.QueryRowContext(ctx, `SELECT coalesce(engine, '') FROM information_schema.tables WHERE table_schema = coalesce(?, DATABASE()) AND table_name = ?`,
 		sql.NullString{String: parts[0], Valid: len(parts) == 2}, parts[len(parts)-1]).Scan(&isEngine)
 	if err != nil && !errors.Is(err, sql.ErrNoRows) { // it may be spelled in another case
-		return err
+		return false, err
 	}
 	if err == nil && isEngine != "InnoDB" {
-		return &InvalidError{"RowSpec.Table", fmt.Sprintf("%s is not an InnoDB table; ALTER TABLE %s ENGINE = InnoDB", spec.Table, spec.Table)}
+		return false, &InvalidError{"RowSpec.Table", fmt.Sprintf("%s is not an InnoDB table; ALTER TABLE %s ENGINE = InnoDB", spec.Table, spec.Table)}
 	}
 	columns, err := show(ctx, db, `FULL COLUMNS`, spec)
 	if err != nil {
-		return err
+		return false, err
 	}
 	for _, c := range columns {
 		name, is, extra := c["Field"], strings.ToLower(c["Type"]), strings.ToLower(c["Extra"])
@@ -358,15 +364,16 @@ func checkColumns(ctx context.Context, db *sql.DB, spec RowSpec) error {
 		alter := func(field, because, to string) error {
 			return &InvalidError{"RowSpec." + field, fmt.Sprintf("%s is %s%s; ALTER TABLE %s MODIFY %s %s", name, is, because, spec.Table, name, to)}
 		}
+		uuid = uuid || strings.EqualFold(name, spec.Key) && is == "uuid"
 		switch {
 		case strings.EqualFold(name, spec.Key) && c["Collation"] != "" && !binary:
-			return alter("Key", " of collation "+c["Collation"]+", which takes different keys for the same", is+" COLLATE utf8mb4_bin")
+			return false, alter("Key", " of collation "+c["Collation"]+", which takes different keys for the same", is+" COLLATE utf8mb4_bin")
 		case strings.EqualFold(name, spec.LockedAt) && (is != "datetime(6)" || strings.Contains(extra, "on update") || c["Null"] != "YES" || strings.Contains(extra, "generated")):
-			return alter("LockedAt", strings.TrimRight(" "+extra, " ")+map[bool]string{true: "", false: " NOT NULL"}[c["Null"] == "YES"]+
+			return false, alter("LockedAt", strings.TrimRight(" "+extra, " ")+map[bool]string{true: "", false: " NOT NULL"}[c["Null"] == "YES"]+
 				", and would not hold microseconds, NULL, or what is written to it", "DATETIME(6) NULL")
 		case strings.EqualFold(name, spec.Owner) && (is != "varbinary(255)" && (is != "varchar(255)" || !strings.HasPrefix(c["Collation"], "utf8mb4_")) || c["Null"] != "YES"):
-			return alter("Owner", ", and would not hold 255 bytes of UTF-8 and NULL", "VARBINARY(255) NULL")
+			return false, alter("Owner", ", and would not hold 255 bytes of UTF-8 and NULL", "VARBINARY(255) NULL")
 		}
 	}
-	return nil
+	return uuid, nil
 }

@@ -377,6 +377,7 @@ func TestRowTableKeys(t *testing.T) {
 		{"postgres", "uuid", uuidOnly}, {"postgres", "text", text}, {"postgres", "varchar(255)", text},
 		{"mysql", "BIGINT", big}, {"mysql", "BIGINT UNSIGNED", unsigned}, {"mysql", "INT", map[string]string{"7": free, "-7": free, "9007199254740993": noRow, "07": ""}},
 		{"mysql", "CHAR(36) CHARACTER SET utf8mb4 COLLATE utf8mb4_bin", uuid}, {"mysql", "VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_bin", text}, {"mysql", "VARBINARY(255)", text},
+		{"mysql", "UUID", uuidOnly},
 		{"sqlite", "INTEGER", big}, {"sqlite", "BIGINT", big}, {"sqlite", "TEXT", text}, {"sqlite", "VARCHAR(36)", uuid},
 	} {
 		t.Run(c.engine+"/"+c.key, func(t *testing.T) {
@@ -893,4 +894,37 @@ func TestRowTableRoundTrips(t *testing.T) {
 			})
 		}
 	}
+}
+
+// A free row forgets, so a claim's clock is read after its wait for the row: else another could have come and gone meanwhile, with a
+// higher token.
+func TestAClaimThatWaitedHasTheHigherToken(t *testing.T) {
+	everyRow(t, time.Minute, func(t *testing.T, r *locker.RowTable, d database, db *sql.DB) {
+		for range 3 {
+			unblock, err := block(t.Context(), d.Engine, db, "users", "id", "7")
+			require.NoError(t, err)
+			defer unblock()
+			got := make(chan locker.Record, 1)
+			go func() {
+				rec, err := r.Acquire(t.Context(), "7", "A", r.TTL())
+				assert.NoError(t, err)
+				got <- rec
+			}()
+			if d.Name == "sqlite" {
+				time.Sleep(50 * time.Millisecond) // nobody can see it wait; if it does not yet, nothing is shown
+			} else {
+				waiting(t, d.Engine, db)
+			}
+			another := map[string]string{ // the token of who came and went
+				"postgres": "SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)",
+				"mysql":    "SELECT TIMESTAMPDIFF(MICROSECOND, DATE'1970-01-01', UTC_TIMESTAMP(6))",
+				"sqlite":   fmt.Sprintf("SELECT %d", time.Now().UnixMicro()),
+			}[d.Name]
+			token := number(t, db, another)
+			unblock()
+			rec := <-got
+			assert.Greater(t, rec.Token, token)
+			require.NoError(t, r.Release(t.Context(), rec))
+		}
+	})
 }

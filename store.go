@@ -617,30 +617,22 @@ func (t *store) query(ctx context.Context, s *statement, p params) ([]row, error
 
 // queryAlone is query in a transaction of its own that has waited for all other writers before s reads :now.
 func (t *store) queryAlone(ctx context.Context, s *statement, p params) ([]row, error) {
-	for _, s := range []*statement{t.lock, s} { // now, because a pool may have one connection
-		if _, err := t.stmt(ctx, s); err != nil {
-			return nil, err
-		}
+	if _, err := t.stmt(ctx, s); err != nil { // now: the pool may have one connection
+		return nil, err
 	}
 	tx, err := t.db.BeginTxx(ctx, nil)
 	if err != nil {
 		return nil, err
 	}
 	defer tx.Rollback()
-	if lock, _ := t.stmt(ctx, t.lock); lock != nil {
-		_, err = tx.StmtxContext(ctx, lock).ExecContext(ctx)
-	} else {
-		_, err = tx.ExecContext(ctx, t.lock.text)
-	}
-	if err != nil {
+	if _, err := tx.ExecContext(ctx, t.lock.text); err != nil {
 		return nil, err
 	}
-	var all []row
+	query := func() (*sql.Rows, error) { return tx.QueryContext(ctx, s.text, s.args(&p)...) }
 	if prepared, _ := t.stmt(ctx, s); prepared != nil {
-		all, err = scan(tx.StmtxContext(ctx, prepared).QueryContext(ctx, s.args(&p)...))
-	} else {
-		all, err = scan(tx.QueryContext(ctx, s.text, s.args(&p)...))
+		query = func() (*sql.Rows, error) { return tx.StmtxContext(ctx, prepared).QueryContext(ctx, s.args(&p)...) }
 	}
+	all, err := scan(query())
 	if err != nil {
 		return nil, err
 	}
