@@ -111,9 +111,15 @@ func TestARefusedAcquireWritesNothing(t *testing.T) {
 			tb := database{s.Engine(), s.DSN()}.table(t)
 			rec, err := tb.Acquire(t.Context(), "r", "holder", time.Hour)
 			require.NoError(t, err)
+			rows := database{s.Engine(), s.DSN()}.rows(t, tb.db, "BIGINT", users("locked_by", time.Hour))
+			execute(t, tb.db, "INSERT INTO users (id) VALUES (7)")
+			_, err = rows.Acquire(t.Context(), "7", "holder", time.Hour)
+			require.NoError(t, err)
 			refuse := func() {
 				for i := range 100 {
 					_, err := tb.Acquire(t.Context(), "r", fmt.Sprint("loser ", i), time.Hour)
+					require.ErrorIs(t, err, locker.ErrHeld)
+					_, err = rows.Acquire(t.Context(), "7", fmt.Sprint("loser ", i), time.Hour)
 					require.ErrorIs(t, err, locker.ErrHeld)
 				}
 			}
@@ -126,7 +132,7 @@ func TestARefusedAcquireWritesNothing(t *testing.T) {
 					break
 				}
 			}
-			assert.Zero(t, moved, "bytes for 100 refused acquires")
+			assert.Zero(t, moved, "bytes for 200 refused acquires")
 			before := number(t, tb.db, c.writes)
 			_, err = tb.Renew(t.Context(), rec, time.Hour)
 			require.NoError(t, err)

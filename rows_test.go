@@ -928,3 +928,67 @@ func TestAClaimThatWaitedHasTheHigherToken(t *testing.T) {
 		}
 	})
 }
+
+// The statement was executed and its answer lost. With an owner of its own the same call does it again; without, nobody can tell.
+func TestRowTableLostAnswers(t *testing.T) {
+	for _, e := range servers(t) {
+		for _, owner := range []string{"locked_by", ""} {
+			t.Run(e.Name+"/"+owner, func(t *testing.T) {
+				d := fresh(t, e)
+				w := testdb.Proxy(t, d.dsn)
+				through := database{d.Engine, w.Through(d.dsn)}
+				direct := d.rows(t, d.pool(t), "BIGINT", users(owner, time.Minute))
+				db := through.pool(t)
+				r, err := locker.NewRowTable(t.Context(), db, dialect(e), users(owner, time.Minute))
+				require.NoError(t, err)
+				execute(t, db, "INSERT INTO users (id) VALUES (7)")
+				lost := func(call func() error) {
+					t.Helper()
+					w.DropReplies(true)
+					err := call()
+					w.DropReplies(false)
+					require.Error(t, err)
+					require.NotErrorIs(t, err, locker.ErrHeld)
+					require.NotErrorIs(t, err, locker.ErrNotOwner)
+					require.NotErrorIs(t, err, locker.ErrNotHeld)
+				}
+				verdict := func(err, without error) {
+					t.Helper()
+					if owner != "" {
+						require.NoError(t, err)
+					} else {
+						require.ErrorIs(t, err, without)
+					}
+				}
+				lost(func() error { _, err := r.Acquire(t.Context(), "7", "A", r.TTL()); return err })
+				rec, err := r.Acquire(t.Context(), "7", "A", r.TTL())
+				verdict(err, locker.ErrHeld)
+				if owner == "" {
+					seen, err := direct.Get(t.Context(), "7")
+					require.NoError(t, err)
+					require.NoError(t, direct.Release(t.Context(), seen))
+					rec, err = r.Acquire(t.Context(), "7", "A", r.TTL())
+					require.NoError(t, err)
+				}
+				lost(func() error { _, err := r.Renew(t.Context(), rec, r.TTL()); return err })
+				again, err := r.Renew(t.Context(), rec, r.TTL())
+				verdict(err, locker.ErrNotOwner)
+				tx := begin(t, db)
+				err = r.Guard(t.Context(), tx, rec)
+				verdict(err, locker.ErrLost)
+				tx.Rollback()
+				if owner == "" {
+					again, err = direct.Get(t.Context(), "7")
+					require.NoError(t, err)
+				}
+				lost(func() error { return r.Finish(t.Context(), again, "cents = cents + 1") })
+				require.ErrorIs(t, r.Finish(t.Context(), again, "cents = cents + 1"), locker.ErrNotHeld)
+				assert.EqualValues(t, 1, number(t, db, "SELECT cents FROM users"), "once")
+				rec, err = r.Acquire(t.Context(), "7", "B", r.TTL())
+				require.NoError(t, err)
+				lost(func() error { return r.Release(t.Context(), rec) })
+				require.ErrorIs(t, r.Release(t.Context(), rec), locker.ErrNotHeld)
+			})
+		}
+	}
+}
