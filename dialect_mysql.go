@@ -188,7 +188,8 @@ const myLateness = `TIMESTAMPDIFF(MICROSECOND, NOW(6), SYSDATE(6))`
 
 var myLate = `(` + myMicros(myNow) + ` + IF(` + myLateness + ` BETWEEN 0 AND 1800000000, ` + myLateness + `, 0))`
 
-// Rows: the shape of the statements is that of Statements, but what is judged stands in WHERE, because a row is never inserted.
+// Rows: the shape of the statements is that of Statements, but what is judged stands in WHERE, because a row is never inserted. There is
+// no TIMESTAMP: its hour in autumn is told twice, and it ends in 2038.
 func (d mysql) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, error) {
 	is := key.DatabaseTypeName()
 	text := func(param string) string { return `CONVERT(CAST(` + param + ` AS BINARY) USING utf8mb4)` } // see myList
@@ -213,8 +214,8 @@ func (d mysql) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, er
 		return Statements{}, &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is %s; a key is an integer, CHAR, VARCHAR or VARBINARY", spec.Key, is)}
 	}
 	if lockedAt.DatabaseTypeName() != "DATETIME" {
-		return Statements{}, &InvalidError{"RowSpec.LockedAt", fmt.Sprintf("%s is %s, whose hour in autumn is told twice or which is no time; "+
-			"ALTER TABLE %s MODIFY %s DATETIME(6) NULL", spec.LockedAt, lockedAt.DatabaseTypeName(), spec.Table, spec.LockedAt)}
+		return Statements{}, &InvalidError{"RowSpec.LockedAt", fmt.Sprintf("%s is %s; ALTER TABLE %s MODIFY %s DATETIME(6) NULL",
+			spec.LockedAt, lockedAt.DatabaseTypeName(), spec.Table, spec.LockedAt)}
 	}
 	micros := func(column string) string { return `COALESCE(` + myMicros(column) + `, 0)` } // NULL, and zero dates
 	owner, setOwner, next, noOwner := `''`, ``, ``, ``
@@ -346,7 +347,8 @@ func checkColumns(ctx context.Context, db *sql.DB, spec RowSpec) (uuid bool, err
 		return false, err
 	}
 	var isEngine string
-	err = db.QueryRowContext(ctx, `SELECT coalesce(engine, '') FROM information_schema.tables WHERE table_schema = coalesce(?, DATABASE()) AND table_name = ?`,
+	err = db.QueryRowContext(ctx, `
+SELECT coalesce(engine, '') FROM information_schema.tables WHERE table_schema = coalesce(?, DATABASE()) AND table_name = ?`,
 		sql.NullString{String: parts[0], Valid: len(parts) == 2}, parts[len(parts)-1]).Scan(&isEngine)
 	if err != nil && !errors.Is(err, sql.ErrNoRows) { // it may be spelled in another case
 		return false, err
@@ -359,20 +361,31 @@ func checkColumns(ctx context.Context, db *sql.DB, spec RowSpec) (uuid bool, err
 		return false, err
 	}
 	for _, c := range columns {
-		name, is, extra := c["Field"], strings.ToLower(c["Type"]), strings.ToLower(c["Extra"])
-		binary := c["Collation"] == "utf8mb4_bin" || c["Collation"] == "utf8mb4_nopad_bin" || c["Collation"] == "utf8mb4_0900_bin"
+		name, is, extra, nullable := c["Field"], strings.ToLower(c["Type"]), strings.ToLower(c["Extra"]), c["Null"] == "YES"
 		alter := func(field, because, to string) error {
 			return &InvalidError{"RowSpec." + field, fmt.Sprintf("%s is %s%s; ALTER TABLE %s MODIFY %s %s", name, is, because, spec.Table, name, to)}
 		}
-		uuid = uuid || strings.EqualFold(name, spec.Key) && is == "uuid"
 		switch {
-		case strings.EqualFold(name, spec.Key) && c["Collation"] != "" && !binary:
-			return false, alter("Key", " of collation "+c["Collation"]+", which takes different keys for the same", is+" COLLATE utf8mb4_bin")
-		case strings.EqualFold(name, spec.LockedAt) && (is != "datetime(6)" || strings.Contains(extra, "on update") || c["Null"] != "YES" || strings.Contains(extra, "generated")):
-			return false, alter("LockedAt", strings.TrimRight(" "+extra, " ")+map[bool]string{true: "", false: " NOT NULL"}[c["Null"] == "YES"]+
-				", and would not hold microseconds, NULL, or what is written to it", "DATETIME(6) NULL")
-		case strings.EqualFold(name, spec.Owner) && (is != "varbinary(255)" && (is != "varchar(255)" || !strings.HasPrefix(c["Collation"], "utf8mb4_")) || c["Null"] != "YES"):
-			return false, alter("Owner", ", and would not hold 255 bytes of UTF-8 and NULL", "VARBINARY(255) NULL")
+		case strings.EqualFold(name, spec.Key):
+			uuid = is == "uuid"
+			exact := []string{"", "utf8mb4_bin", "utf8mb4_nopad_bin", "utf8mb4_0900_bin"} // "": no text
+			if of := c["Collation"]; !slices.Contains(exact, of) {
+				return false, alter("Key", " of collation "+of+", which takes different keys for the same, or is not UTF-8", is+" COLLATE utf8mb4_bin")
+			}
+		case strings.EqualFold(name, spec.LockedAt):
+			switch {
+			case is != "datetime(6)":
+				return false, alter("LockedAt", ", which does not hold microseconds", "DATETIME(6) NULL")
+			case !nullable:
+				return false, alter("LockedAt", " NOT NULL, and NULL is what a free row has", "DATETIME(6) NULL")
+			case strings.Contains(extra, "on update"), strings.Contains(extra, "generated"):
+				return false, alter("LockedAt", " "+extra+", and only locks may change it", "DATETIME(6) NULL")
+			}
+		case strings.EqualFold(name, spec.Owner):
+			fits := is == "varbinary(255)" || is == "varchar(255)" && strings.HasPrefix(c["Collation"], "utf8mb4_")
+			if !fits || !nullable {
+				return false, alter("Owner", ", and would not hold 255 bytes of UTF-8, or NULL", "VARBINARY(255) NULL")
+			}
 		}
 	}
 	return uuid, nil

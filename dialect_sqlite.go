@@ -129,7 +129,8 @@ func (sqlite) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, err
 	case "INTEGER":
 		spelling, param, listKey = KeyInteger, `CAST(:resource AS INTEGER)`, `CAST(j.locker_resource AS INTEGER)`
 	case "TEXT":
-		spelling, param, listKey = KeyText, `:resource`, `j.locker_resource`
+		// Explicitly, because the column may be declared with another collation than its index.
+		spelling, param, listKey = KeyText, `:resource COLLATE BINARY`, `j.locker_resource COLLATE BINARY`
 	default:
 		return Statements{}, &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is %q; a key is an INTEGER or TEXT", spec.Key, key.DatabaseTypeName())}
 	}
@@ -160,9 +161,9 @@ func (sqlite) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, err
 	listGrant := micros(`u.`+spec.LockedAt) + ` = j.locker_token`
 	if spec.Owner != "" {
 		owner, setOwner, next, noOwner = `coalesce(`+spec.Owner+`, '')`, spec.Owner+` = :owner, `, spec.Owner+` = :next, `, `, `+spec.Owner+` = NULL`
-		claimable = `(` + claimable + ` OR ` + spec.Owner + ` = :owner)`
-		thisGrant = spec.Owner + ` = :owner AND ` + acquired + ` >= :token`
-		listGrant = `u.` + spec.Owner + ` = j.locker_owner AND ` + micros(`u.`+spec.LockedAt) + ` >= j.locker_token`
+		claimable = `(` + claimable + ` OR ` + spec.Owner + ` = :owner COLLATE BINARY)`
+		thisGrant = spec.Owner + ` = :owner COLLATE BINARY AND ` + acquired + ` >= :token`
+		listGrant = `u.` + spec.Owner + ` = j.locker_owner COLLATE BINARY AND ` + micros(`u.`+spec.LockedAt) + ` >= j.locker_token`
 	}
 	live := acquired + ` > :now - :ttl`
 	moved := spec.LockedAt + ` = ` + at(`max(`+acquired+` + 1, :now)`)
@@ -220,80 +221,40 @@ func (sqlite) checkRows(ctx context.Context, db *sql.DB, spec RowSpec) error {
 	if err != nil {
 		return err
 	}
-	pragma := func(name, of string) string {
-		if len(parts) == 2 {
-			return "PRAGMA " + sqlite{}.Quote(parts[0]) + "." + name + "(" + sqlite{}.Quote(of) + ")"
-		}
-		return "PRAGMA " + name + "(" + sqlite{}.Quote(of) + ")"
-	}
-	list := func(name, of string) (all []map[string]any, err error) {
-		rows, err := sqlx.NewDb(db, "sqlite").QueryxContext(ctx, pragma(name, of))
-		if err != nil {
-			return nil, err
-		}
-		defer rows.Close()
-		for rows.Next() {
-			m := make(map[string]any)
-			if err := rows.MapScan(m); err != nil {
-				return nil, err
-			}
-			all = append(all, m)
-		}
-		return all, rows.Err()
-	}
-	table := parts[len(parts)-1]
-	columns, err := list("table_xinfo", table)
-	if err != nil {
+	table, schema := parts[len(parts)-1], sql.NullString{String: parts[0], Valid: len(parts) == 2}
+
+	var fixed string
+	err = db.QueryRowContext(ctx, `
+SELECT name FROM pragma_table_xinfo(?, ?) WHERE lower(name) IN (lower(?), lower(?)) AND ("notnull" OR hidden)`,
+		table, schema, spec.LockedAt, spec.Owner).Scan(&fixed)
+	switch {
+	case err == nil:
+		return &InvalidError{"RowSpec.LockedAt", fmt.Sprintf("%s is NOT NULL or generated, and NULL is what a free row has; make %s anew without",
+			fixed, spec.Table)}
+	case !errors.Is(err, sql.ErrNoRows):
 		return err
 	}
-	primary, rowid := 0, false
-	for _, c := range columns {
-		name := fmt.Sprint(c["name"])
-		if pk, _ := c["pk"].(int64); pk > 0 {
-			primary++
-			rowid = rowid || strings.EqualFold(name, spec.Key) && strings.EqualFold(fmt.Sprint(c["type"]), "INTEGER")
-		}
-		notNull, _ := c["notnull"].(int64)
-		hidden, _ := c["hidden"].(int64)
-		if lock := strings.EqualFold(name, spec.LockedAt) || spec.Owner != "" && strings.EqualFold(name, spec.Owner); lock && (notNull != 0 || hidden != 0) {
-			return &InvalidError{"RowSpec.LockedAt", fmt.Sprintf("%s is NOT NULL or generated, and NULL is what a free row has; make %s anew without", name, spec.Table)}
-		}
-	}
-	if primary == 1 && rowid {
-		return checkMemory(ctx, db)
-	}
-	indexes, err := list("index_list", table)
-	if err != nil {
+
+	// The key has an index of its own, or is the rowid, which needs none.
+	var collation string
+	err = db.QueryRowContext(ctx, `
+SELECT coll FROM (
+SELECT c.coll AS coll FROM pragma_index_list(?, ?) AS i, pragma_index_xinfo(i.name, ?) AS c
+WHERE i."unique" AND NOT i.partial AND c.key AND lower(c.name) = lower(?) AND (SELECT sum(key) FROM pragma_index_xinfo(i.name, ?)) = 1
+UNION ALL
+SELECT 'BINARY' FROM pragma_table_xinfo(?, ?) WHERE pk AND lower(name) = lower(?) AND upper(type) = 'INTEGER'
+	AND (SELECT max(pk) FROM pragma_table_xinfo(?, ?)) = 1
+) ORDER BY coll <> 'BINARY'`,
+		table, schema, schema, spec.Key, schema, table, schema, spec.Key, table, schema).Scan(&collation)
+	switch {
+	case errors.Is(err, sql.ErrNoRows):
+		return &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is not unique, so one lock would be of many rows; CREATE UNIQUE INDEX … ON %s (%s)",
+			spec.Key, spec.Table, spec.Key)}
+	case err != nil:
 		return err
+	case collation != "BINARY":
+		return &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is COLLATE %s, which takes different keys for the same; make %s anew without it",
+			spec.Key, collation, spec.Table)}
 	}
-	for _, i := range indexes {
-		if unique, _ := i["unique"].(int64); unique == 0 {
-			continue
-		}
-		if partial, _ := i["partial"].(int64); partial != 0 {
-			continue
-		}
-		of, err := list("index_xinfo", fmt.Sprint(i["name"]))
-		if err != nil {
-			return err
-		}
-		keys := 0
-		ours, collation := false, ""
-		for _, c := range of {
-			if k, _ := c["key"].(int64); k != 0 {
-				keys++
-				ours = strings.EqualFold(fmt.Sprint(c["name"]), spec.Key)
-				collation = fmt.Sprint(c["coll"])
-			}
-		}
-		switch {
-		case keys != 1 || !ours:
-		case collation != "BINARY":
-			return &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is COLLATE %s, which takes different keys for the same; make %s anew without it", spec.Key, collation, spec.Table)}
-		default:
-			return checkMemory(ctx, db)
-		}
-	}
-	return &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is not unique, so one lock would be of many rows; CREATE UNIQUE INDEX … ON %s (%s)",
-		spec.Key, spec.Table, spec.Key)}
+	return checkMemory(ctx, db)
 }

@@ -45,7 +45,8 @@ func (l *Lease) now() Record {
 	return rec
 }
 
-// Token returns the fencing token of the lease: send it along with every write that a stale holder must not make.
+// Token returns the fencing token of the lease: send it along with every write that a stale holder must not make. On a RowTable it
+// rises with each renewal.
 func (l *Lease) Token() int64 { return l.Record().Token }
 
 // TrustedUntil returns when trust in the lease ends unless it is renewed before: a local time that is earlier than the lease's end by

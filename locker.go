@@ -88,7 +88,7 @@ type Locker interface {
 
 	// Renew gives the grant that rec names (resource, owner and token) a full ttl from now and returns the record to use from now
 	// on. It never re-creates and never steals: ErrNotHeld if the lease expired, was released or is gone; ErrNotOwner if another
-	// owner, or a newer grant, has it. On a Table owner, token and AcquiredAt stay.
+	// owner, or a newer grant, has it. On a Table owner, token and AcquiredAt stay; on a RowTable the token moves, and AcquiredAt with it.
 	Renew(ctx context.Context, rec Record, ttl time.Duration) (Record, error)
 
 	// Release frees the grant that rec names: ErrNotHeld or ErrNotOwner as in Renew, and then nothing has changed.

@@ -30,7 +30,7 @@ func (r Record) IsExpired(now time.Time) bool { return !now.Before(r.ExpiresAt) 
 
 // HeldError is the answer to an acquire of a resource that another owner holds. errors.Is ErrHeld.
 type HeldError struct {
-	Holder Record // who holds it, and for how long (Remaining)
+	Holder Record // who holds it (Owner is empty where a RowTable has no column for it), and for how long (Remaining)
 }
 
 func (e *HeldError) Error() string {

@@ -532,6 +532,7 @@ func TestRowTableColumns(t *testing.T) {
 		{"sqlite", "INTEGER", "INTEGER", "TEXT", "CREATE UNIQUE INDEX"},
 		{"sqlite", "REAL PRIMARY KEY", "INTEGER", "TEXT", `is "REAL"`},
 		{"sqlite", "TEXT COLLATE NOCASE PRIMARY KEY", "INTEGER", "TEXT", "COLLATE NOCASE"},
+		{"sqlite", "INTEGER PRIMARY KEY", "INTEGER", "TEXT COLLATE NOCASE", ""},
 	} {
 		t.Run(strings.Join([]string{c.engine, c.key, c.at, c.by}, "/"), func(t *testing.T) {
 			d := fresh(t, engine(t, c.engine))
@@ -569,6 +570,8 @@ func TestRowTableColumns(t *testing.T) {
 				require.ErrorAs(t, err, &held, what)
 				assert.Equal(t, rec.Token, held.Holder.Token, what)
 				assert.Equal(t, "A😀é", held.Holder.Owner, what)
+				_, err = b.Acquire(t.Context(), "7", "a😀é", time.Minute)
+				require.ErrorIs(t, err, locker.ErrHeld, "another owner: %s", what)
 				assert.WithinDuration(t, rec.ExpiresAt, held.Holder.ExpiresAt, 0, what)
 				batch, err := b.RenewBatch(t.Context(), []locker.Record{rec}, time.Minute)
 				require.NoError(t, err, what)
