@@ -354,7 +354,7 @@ func (r *RowTable) Guard(ctx context.Context, tx Tx, rec Record) error {
 // is none, and nothing has changed. A lease that has run out is finished all the same as long as nobody else has come in.
 //
 // set is constant text of the program, never of its input: assignments to columns of the row, with a ? for each of args on every
-// engine. (A question mark that is no placeholder has to be one of args.)
+// engine. (A question mark that is no placeholder has to be one of args; PostgreSQL may want to be told a type, CAST(? AS text).)
 //
 // Under a Session call it in Lease.ReleaseWith, which keeps the heartbeat out and has the right token.
 func (r *RowTable) Finish(ctx context.Context, rec Record, set string, args ...any) error {
@@ -375,7 +375,7 @@ func (r *RowTable) Finish(ctx context.Context, rec Record, set string, args ...a
 	named := make([]string, len(args))
 	for i := range args {
 		named[i] = fmt.Sprintf("arg%d", i)
-		text = strings.Replace(text, "?", ":"+named[i], 1)
+		text = strings.Replace(text, "?", ":"+named[i]+" ", 1) // a cast may follow, which is no part of the name
 	}
 	// A line of its own: a comment at the end of set must not take the rest of the statement with it.
 	s, err := compile(strings.Replace(r.st.Finish, ":set", text+"\n", 1), r.st.Bind, false, named...)

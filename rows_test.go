@@ -998,3 +998,82 @@ func TestRowTableLostAnswers(t *testing.T) {
 		}
 	}
 }
+
+// Tables whose columns are named like what the statements name, or that are stored in ways of their own.
+func TestRowTableOddTables(t *testing.T) {
+	for _, c := range []struct{ engine, ddl, insert, key, at, by string }{
+		{"postgres", `CREATE TABLE users (o bigint PRIMARY KEY, at timestamptz, k text)`, `INSERT INTO users VALUES (7)`, "o", "at", "k"},
+		{"postgres", `CREATE TABLE users ("user" bigint PRIMARY KEY, l timestamptz, t text, now int, resource text)`, `INSERT INTO users VALUES (7)`, "user", "l", "t"},
+		{"postgres", `CREATE TABLE users (id bigint PRIMARY KEY, u timestamptz, want text) PARTITION BY RANGE (id); CREATE TABLE users_1 PARTITION OF users FOR VALUES FROM (0) TO (100)`, `INSERT INTO users VALUES (7)`, "id", "u", "want"},
+		{"postgres", `CREATE TABLE users (id bigint PRIMARY KEY, "At" timestamptz, "Owner" text)`, `INSERT INTO users VALUES (7)`, "id", "At", "Owner"},
+		{"mysql", "CREATE TABLE users (t BIGINT PRIMARY KEY, j DATETIME(6), owner VARBINARY(255), token INT, locker INT)", `INSERT INTO users (t) VALUES (7)`, "t", "j", "owner"},
+		{"mysql", "CREATE TABLE users (id BIGINT, j DATETIME(6), `l` VARBINARY(255), UNIQUE KEY `odd ``name` (id))", `INSERT INTO users (id) VALUES (7)`, "id", "j", "l"},
+		{"mysql", "CREATE TABLE users (id BIGINT PRIMARY KEY, j DATETIME(6), `l` VARBINARY(255)) PARTITION BY HASH(id) PARTITIONS 4", `INSERT INTO users (id) VALUES (7)`, "id", "j", "l"},
+		{"sqlite", "CREATE TABLE users (u INTEGER PRIMARY KEY, value INTEGER, key TEXT, type TEXT, atom TEXT)", `INSERT INTO users (u) VALUES (7)`, "u", "value", "key"},
+		{"sqlite", "CREATE TABLE users (id INT PRIMARY KEY, value INTEGER, j TEXT) WITHOUT ROWID", `INSERT INTO users (id) VALUES (7)`, "id", "value", "j"},
+		{"sqlite", "CREATE TABLE users (id INTEGER PRIMARY KEY, value TEXT, j TEXT) STRICT", `INSERT INTO users (id) VALUES (7)`, "id", "value", "j"},
+		{"sqlite", "CREATE TABLE users (id INTEGER PRIMARY KEY, value INTEGER, j TEXT) STRICT", `INSERT INTO users (id) VALUES (7)`, "id", "value", "j"},
+		{"sqlite", "CREATE TABLE users (id INTEGER PRIMARY KEY, value INTEGER, j ANY) STRICT", `INSERT INTO users (id) VALUES (7)`, "id", "value", "j"},
+	} {
+		for _, owner := range []string{c.by, ""} {
+			t.Run(c.engine+"/"+c.ddl+"/"+owner, func(t *testing.T) {
+				d := fresh(t, engine(t, c.engine))
+				db := d.pool(t)
+				execute(t, db, c.ddl)
+				execute(t, db, c.insert)
+				r, err := locker.NewRowTable(t.Context(), db, dialect(d.Engine), locker.RowSpec{Table: "users", Key: c.key, LockedAt: c.at, Owner: owner, TTL: time.Minute})
+				require.NoError(t, err)
+				rec, err := r.Acquire(t.Context(), "7", "A", r.TTL())
+				require.NoError(t, err)
+				_, err = r.Acquire(t.Context(), "7", "B", r.TTL())
+				require.ErrorIs(t, err, locker.ErrHeld)
+				rec, err = r.Renew(t.Context(), rec, r.TTL())
+				require.NoError(t, err)
+				recs, err := r.RenewBatch(t.Context(), []locker.Record{rec}, r.TTL())
+				require.NoError(t, err)
+				require.Len(t, recs, 1)
+				tx := begin(t, db)
+				require.NoError(t, r.Guard(t.Context(), tx, recs[0]))
+				require.NoError(t, tx.Commit())
+				rec, err = r.Handover(t.Context(), recs[0], "B", r.TTL())
+				require.NoError(t, err)
+				require.NoError(t, r.Release(t.Context(), rec))
+			})
+		}
+	}
+}
+
+// The text is the caller's: colons, quotes, casts and comments in it are not ours.
+func TestFinishTakesTheTextAsItIs(t *testing.T) {
+	for _, e := range testdb.Engines(t) {
+		t.Run(e.Name, func(t *testing.T) {
+			r, _, db := rowTable(t, e, "locked_by", time.Minute)
+			cases := []struct {
+				set  string
+				args []any
+				name string
+			}{
+				{"name = '12:00'", nil, "12:00"}, {"name = ':resource'", nil, ":resource"}, {"name = 'a::b'", nil, "a::b"}, {"name = 'it''s', cents = 1", nil, "it's"},
+				{"name = ?, cents = cents + ?", []any{"x:y?", 2}, "x:y?"}, {"cents = ?,\nname = ? -- done", []any{int32(5), "c"}, "c"}, {"name = ? /* why: :owner */", []any{"d"}, "d"},
+			}
+			if e.Name == "postgres" {
+				cases = append(cases, cases[0])
+				cases[0].set, cases[0].args, cases[0].name = "name = ?::int::text || CAST(? AS text)", []any{"7", ":"}, "7:"
+			}
+			for _, c := range cases {
+				rec, err := r.Acquire(t.Context(), "7", "A", r.TTL())
+				require.NoError(t, err)
+				require.NoError(t, r.Finish(t.Context(), rec, c.set, c.args...), c.set)
+				var name string
+				require.NoError(t, db.QueryRowContext(t.Context(), "SELECT name FROM users WHERE id = 7").Scan(&name))
+				assert.Equal(t, c.name, name, c.set)
+			}
+			rec, err := r.Acquire(t.Context(), "7", "A", r.TTL())
+			require.NoError(t, err)
+			err = r.Finish(t.Context(), rec, "name = ?", nil)
+			require.Error(t, err, "NOT NULL")
+			assert.NotContains(t, err.Error(), "autocommit")
+			require.NoError(t, r.Release(t.Context(), rec), "as it was")
+		})
+	}
+}

@@ -481,7 +481,11 @@ func (t *store) failed(ctx context.Context, verb, what string, err error) error 
 	case ended != nil && !errors.Is(err, ended):
 		return fmt.Errorf("locker: %s %q: %w: %w", verb, what, ended, err)
 	case permanent(err):
-		return permanentError{fmt.Errorf("locker: %s %q: %w%s", verb, what, err, hint(err, t.name))}
+		todo := ""
+		if !t.moving { // the table is ours
+			todo = hint(err, t.name)
+		}
+		return permanentError{fmt.Errorf("locker: %s %q: %w%s", verb, what, err, todo)}
 	}
 	return fmt.Errorf("locker: %s %q: %w", verb, what, err)
 }
