@@ -167,14 +167,20 @@ func TestConformanceUnderHardSettings(t *testing.T) {
 		t.Skip("long")
 	}
 	t.Run("postgres serializable, simple protocol", func(t *testing.T) {
+		t.Parallel()
 		fresh(t, testdb.Postgres(t), "default_transaction_isolation=serializable", "default_query_exec_mode=simple_protocol", "timezone=Asia/Tokyo").run(t)
 	})
 	t.Run("mysql, everything else", func(t *testing.T) {
+		t.Parallel()
 		fresh(t, testdb.MySQL(t), "clientFoundRows=true", "interpolateParams=true", "parseTime=true", "loc=America/New_York",
 			"time_zone='+09:00'", "sql_mode='ANSI_QUOTES,SIMULTANEOUS_ASSIGNMENT,NO_BACKSLASH_ESCAPES'", "tx_isolation='SERIALIZABLE'").run(t)
 	})
-	t.Run("sqlite without a pragma", func(t *testing.T) { fresh(t, testdb.SQLitePlain(t)).run(t) })
+	t.Run("sqlite without a pragma", func(t *testing.T) {
+		t.Parallel()
+		fresh(t, testdb.SQLitePlain(t)).run(t)
+	})
 	t.Run("sqlite in memory", func(t *testing.T) {
+		t.Parallel()
 		db := testdb.Open(t, "sqlite", ":memory:")
 		db.SetMaxOpenConns(1)
 		tb, err := locker.New(db, locker.SQLite())
