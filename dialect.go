@@ -82,7 +82,7 @@ type Statements struct {
 	GetBatch   string // :list → the rows; with Exec, says which of a RenewBatch were renewed
 
 	// Of a RowDialect only, which fills in Acquire, Renew, Release, Handover, Get and, as it can, Guard, RenewBatch and GetBatch. There
-	// acquired is when the row was locked and expires is that + :ttl, both of them 0 for NULL; Guard always returns rows; LastInsertId
+	// acquired is when the row was locked, 0 for NULL, and expires is that + :ttl; Guard always returns rows; LastInsertId
 	// of Renew too is the new acquired; and with Exec RenewBatch is two statements in one transaction, GetBatch, which locks those of
 	// :list that are live, skips those that others have locked, and returns them; and then RenewBatch, which sets acquired to :token
 	// in those of :list.

@@ -46,7 +46,8 @@ type RowChecker interface {
 //   - The resource is the key in its canonical text ("7", not "07"; a uuid in lower case), else ErrInvalid.
 //   - A renewal moves the token, which is when the lock was last taken or renewed, and AcquiredAt with it.
 //   - A release forgets: tokens rise only as the database's clock does.
-//   - NULL in the column is free, and so is what is a TTL ago or longer; a time in the future is held until a TTL after that.
+//   - NULL in the column is free, and so is what is a TTL ago or longer; a time in the future is held until a TTL after that. What is no
+//     time at all, which only SQLite lets in, is held.
 //
 // With an Owner column each grant needs an owner that is used for no other, as those of a Session are: then all records of that owner
 // name its grant, also one from before a renewal whose answer was lost. Without one the exact token is all that tells a grant:
@@ -55,7 +56,7 @@ type RowChecker interface {
 //
 // The application must leave the two columns alone, and above all not write them back as a part of the row: an ORM that saves all
 // fields of a row it read earlier brings back a lock that was released, or clears one that is held. Do not map them, or map them
-// read-only. To lock by hand or to force a lock open, UPDATE … SET locked_at = NULL does.
+// read-only. By hand, UPDATE … SET locked_at = NULL forces a lock open, and a time in the future keeps a row locked until then and a TTL longer.
 //
 // Columns without a time zone hold UTC. A RowTable is safe for concurrent use. What Table says of pools and of statements that are
 // sent again holds here as well.
