@@ -438,9 +438,11 @@ func TestRowTableHostileNames(t *testing.T) {
 				execute(t, db, "ATTACH ':memory:' AS "+q(schema))
 			default:
 				execute(t, db, "CREATE SCHEMA "+q(schema))
-				if e.Name == "mysql" {
-					t.Cleanup(func() { db.Exec("DROP SCHEMA " + q(schema)) })
-				}
+				t.Cleanup(func() { // the server is that of all tests
+					cascade := map[string]string{"postgres": " CASCADE"}[e.Name]
+					_, err := db.Exec("DROP SCHEMA " + q(schema) + cascade)
+					assert.NoError(t, err)
+				})
 			}
 			const table, key, at, by = `order"; DROP TABLE users; --`, "key ?::name", "locked`at':resource", "OWNER$1\\"
 			quoted := q(schema) + "." + q(table)
