@@ -102,7 +102,7 @@ func TestTheIdentitySwitch(t *testing.T) {
 	for _, e := range testdb.Engines(t) {
 		for _, owner := range []string{"locked_by", ""} {
 			t.Run(e.Name+"/"+owner, func(t *testing.T) {
-				const ttl = 500 * time.Millisecond
+				const ttl = time.Second
 				d := fresh(t, e)
 				db := d.pool(t)
 				execute(t, db, fmt.Sprintf("CREATE TABLE users (id BIGINT PRIMARY KEY, primary_identity VARCHAR(40), locked_at %s NULL, locked_by %s NULL)",

@@ -568,7 +568,7 @@ func TestSeveralGuardsDoNotDeadlock(t *testing.T) {
 			tb := d.table(t)
 			db := d.pool(t)
 			before := number(t, db, deadlocks[e.Name])
-			s := session(t, tb.Table, locker.WithTTL(time.Second))
+			s := session(t, tb.Table, locker.WithTTL(2*time.Second))
 			var held []*locker.Lease
 			for i := range 50 {
 				l, err := s.TryLock(t.Context(), fmt.Sprintf("%02d", i))
@@ -578,7 +578,7 @@ func TestSeveralGuardsDoNotDeadlock(t *testing.T) {
 			var all sync.WaitGroup
 			for w := range 4 {
 				all.Go(func() {
-					for end := time.Now().Add(2 * time.Second); time.Now().Before(end); { // several beats
+					for end := time.Now().Add(3 * time.Second); time.Now().Before(end); { // several beats
 						tx, err := db.BeginTx(t.Context(), nil)
 						if !assert.NoError(t, err) {
 							return

@@ -642,7 +642,7 @@ func TestRowTableForeignTimes(t *testing.T) {
 }
 
 func TestSessionOnRowTable(t *testing.T) {
-	everyRow(t, 900*time.Millisecond, func(t *testing.T, r *locker.RowTable, d database, db *sql.DB) {
+	everyRow(t, 1500*time.Millisecond, func(t *testing.T, r *locker.RowTable, d database, db *sql.DB) {
 		const leases = 30
 		ctx := t.Context()
 		for i := range leases {
@@ -755,7 +755,7 @@ func TestARowBlockedByATransactionDoesNotStopTheBatch(t *testing.T) {
 }
 
 func TestFinish(t *testing.T) {
-	everyRow(t, 200*time.Millisecond, func(t *testing.T, r *locker.RowTable, d database, db *sql.DB) {
+	everyRow(t, 700*time.Millisecond, func(t *testing.T, r *locker.RowTable, d database, db *sql.DB) {
 		ctx := t.Context()
 		acquire := func(owner string) locker.Record {
 			rec, err := r.Acquire(ctx, "7", owner, r.TTL())
@@ -801,12 +801,12 @@ func TestFinish(t *testing.T) {
 
 // A session that finishes: no renewal comes between, the release finds it done, and a failure leaves the lease as it was.
 func TestFinishUnderASession(t *testing.T) {
-	everyRow(t, 600*time.Millisecond, func(t *testing.T, r *locker.RowTable, d database, db *sql.DB) {
+	everyRow(t, 1200*time.Millisecond, func(t *testing.T, r *locker.RowTable, d database, db *sql.DB) {
 		ctx := t.Context()
 		s := session(t, r)
 		for i := range 12 { // through several renewals
 			err := s.Do(ctx, "7", func(ctx context.Context, l *locker.Lease) error {
-				time.Sleep(time.Duration(i) * 20 * time.Millisecond) // at any point of a beat
+				time.Sleep(time.Duration(i) * 35 * time.Millisecond) // at any point of a beat
 				failed := l.ReleaseWith(ctx, func(ctx context.Context, rec locker.Record) error { return r.Finish(ctx, rec, "cents = nowhere") })
 				assert.Error(t, failed)
 				assert.NotErrorIs(t, failed, locker.ErrLost)
