@@ -84,8 +84,8 @@ type Statements struct {
 	// Of a RowDialect only, which fills in Acquire, Renew, Release, Handover, Get and, as it can, Guard, RenewBatch and GetBatch. There
 	// acquired is when the row was locked, 0 for NULL, and expires is that + :ttl; Guard always returns rows; LastInsertId
 	// of Renew too is the new acquired; and with Exec RenewBatch is two statements in one transaction, GetBatch, which locks those of
-	// :list that are live, skips those that others have locked, and returns them; and then RenewBatch, which sets acquired to :token
-	// in those of :list.
+	// :list that are live, skips those that others have locked, and returns them; and then RenewBatch, which sets acquired of each in
+	// :list to its token.
 	Key    string // how a key is written: KeyInteger, KeyUnsigned, KeyUUID or KeyText
 	Finish string // :set :resource :owner :token: sets :set, which is a placeholder of text, and frees the row if it is the grant's
 	Lock   string // keeps others from writing: sent before Acquire, in one transaction, by an engine whose :now must be read after the wait

@@ -233,7 +233,7 @@ func (d mysql) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, er
 	live := spec.LockedAt + ` > ` + myNow + ` - ` + myTTL
 	at := func(micros string) string { return `DATE'1970-01-01' + INTERVAL ` + micros + ` MICROSECOND` }
 	// Read after the wait: a claim that waited while another came and went would else have the lower token, since a free row forgets.
-	moved := spec.LockedAt + ` = ` + at(`LAST_INSERT_ID(GREATEST(`+micros(spec.LockedAt)+` + 1, `+myLate+`))`)
+	moved := spec.LockedAt + ` = ` + at(fmt.Sprintf(`LAST_INSERT_ID(LEAST(GREATEST(%s + 1, %s), %d))`, micros(spec.LockedAt), myLate, int64(lastMicro)))
 	row := resource + ` AS resource, ` + owner + ` AS owner, ` + micros(spec.LockedAt) + ` AS acquired, ` + micros(spec.LockedAt) + ` + :ttl AS expires,
 	` + myMicros(myNow) + ` AS now`
 	list := myList(`locker_key ` + listType + ` PATH '$.resource', locker_owner VARCHAR(255) CHARACTER SET utf8mb4 PATH '$.owner', locker_token BIGINT PATH '$.token'`)
@@ -270,7 +270,7 @@ WHERE ` + thisKey + ` AND ` + thisGrant,
 SELECT ` + row + `
 FROM ` + list + byKey + `
 WHERE ` + listGrant + ` AND t.` + live + ` FOR UPDATE SKIP LOCKED`,
-		RenewBatch: `UPDATE ` + list + byKey + ` SET t.` + spec.LockedAt + ` = ` + at(`:token`),
+		RenewBatch: `UPDATE ` + list + byKey + ` SET t.` + spec.LockedAt + ` = ` + at(`j.locker_token`),
 	}, nil
 }
 
@@ -328,6 +328,9 @@ func uniqueIndex(ctx context.Context, db *sql.DB, spec RowSpec) (string, error) 
 	var uniqueOn []string // indexes that the key is the first column of
 	for _, i := range indexes {
 		columnsOf[i["Key_name"]]++
+		if i["Ignored"] == "YES" || i["Visible"] == "NO" {
+			continue
+		}
 		if i["Non_unique"] == "0" && strings.EqualFold(i["Column_name"], spec.Key) && i["Sub_part"] == "" {
 			uniqueOn = append(uniqueOn, i["Key_name"])
 		}
@@ -356,6 +359,18 @@ SELECT coalesce(engine, '') FROM information_schema.tables WHERE table_schema = 
 	if err == nil && isEngine != "InnoDB" {
 		return false, &InvalidError{"RowSpec.Table", fmt.Sprintf("%s is not an InnoDB table; ALTER TABLE %s ENGINE = InnoDB", spec.Table, spec.Table)}
 	}
+	var triggers int
+	err = db.QueryRowContext(ctx, `
+SELECT count(*) FROM information_schema.triggers
+WHERE event_object_schema = coalesce(?, DATABASE()) AND event_object_table = ? AND event_manipulation = 'UPDATE'`,
+		sql.NullString{String: parts[0], Valid: len(parts) == 2}, parts[len(parts)-1]).Scan(&triggers)
+	if err != nil {
+		return false, err
+	}
+	if triggers > 0 && spec.Owner == "" {
+		return false, &InvalidError{"RowSpec.Owner", fmt.Sprintf("is empty, but %s has an UPDATE trigger, which hides the token; "+
+			"ALTER TABLE %s ADD locked_by VARBINARY(255) NULL", spec.Table, spec.Table)}
+	}
 	columns, err := show(ctx, db, `FULL COLUMNS`, spec)
 	if err != nil {
 		return false, err
@@ -368,6 +383,9 @@ SELECT coalesce(engine, '') FROM information_schema.tables WHERE table_schema = 
 		switch {
 		case strings.EqualFold(name, spec.Key):
 			uuid = is == "uuid"
+			if strings.Contains(is, "zerofill") {
+				return false, alter("Key", ", so that 7 is written 0000000007", "BIGINT UNSIGNED NOT NULL")
+			}
 			exact := []string{"", "utf8mb4_bin", "utf8mb4_nopad_bin", "utf8mb4_0900_bin"} // "": no text
 			if of := c["Collation"]; !slices.Contains(exact, of) {
 				return false, alter("Key", " of collation "+of+", which takes different keys for the same, or is not UTF-8", is+" COLLATE utf8mb4_bin")

@@ -258,10 +258,10 @@ FROM l`,
 		Get: `WITH l AS (SELECT ` + columns + ` FROM ` + spec.Table + ` WHERE ` + thisKey + `) SELECT ` + rowOf + ` FROM l`,
 
 		RenewBatch: `
-WITH want AS (
+WITH locker_want AS (
 	SELECT resource, owner, token FROM json_to_recordset(CAST(:list AS json)) AS j (resource ` + keyType + `, owner text, token bigint)
 ), l AS MATERIALIZED (
-	SELECT t.` + spec.Key + ` AS k, t.` + spec.LockedAt + ` AS at FROM want JOIN ` + spec.Table + ` AS t ON t.` + spec.Key + ` = want.resource
+	SELECT t.` + spec.Key + ` AS k, t.` + spec.LockedAt + ` AS at FROM locker_want AS want JOIN ` + spec.Table + ` AS t ON t.` + spec.Key + ` = want.resource
 	WHERE ` + thisGrant("t."+spec.LockedAt, "t."+spec.Owner, "want.owner", "want.token") + `
 	ORDER BY k FOR NO KEY UPDATE OF t SKIP LOCKED
 ), done AS (
@@ -284,7 +284,8 @@ func (postgres) checkRows(ctx context.Context, db *sql.DB, spec RowSpec) error {
 		return err
 	}
 	rows, err := db.QueryContext(ctx, `
-SELECT a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attgenerated <> '', coalesce(l.collisdeterministic, true), c.relkind IN ('r', 'p'),
+SELECT a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attgenerated <> '', coalesce(l.collisdeterministic, true),
+	c.relkind = 'p' OR c.relkind = 'r' AND NOT EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid),
 	EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = c.oid AND i.indisunique AND i.indisvalid AND i.indpred IS NULL
 		AND i.indnkeyatts = 1 AND i.indkey[0] = a.attnum)
 FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
@@ -297,15 +298,19 @@ WHERE c.oid = to_regclass($1)`, table)
 	alter := func(field, column, is, format string, args ...any) error {
 		return &InvalidError{"RowSpec." + field, fmt.Sprintf("%s is %s; ALTER TABLE %s ", column, is, spec.Table) + fmt.Sprintf(format, args...)}
 	}
+	found := 0
 	for rows.Next() {
 		var column, is string
 		var notNull, generated, exact, isTable, unique bool
 		if err := rows.Scan(&column, &is, &notNull, &generated, &exact, &isTable, &unique); err != nil {
 			return err
 		}
+		if column == spec.Key || column == spec.LockedAt || column == spec.Owner {
+			found++
+		}
 		switch {
 		case !isTable:
-			return &InvalidError{"RowSpec.Table", spec.Table + " is not a table"}
+			return &InvalidError{"RowSpec.Table", spec.Table + " is not a table, or others INHERIT from it, in which a key may stand again"}
 		case column == spec.Key && !unique:
 			return alter("Key", column, "not unique, so one lock would be of many rows", "ADD UNIQUE (%s)", column)
 		case column == spec.Key && !exact:
@@ -321,5 +326,11 @@ WHERE c.oid = to_regclass($1)`, table)
 			return alter("LockedAt", column, "NOT NULL, and NULL is what a free row has", "ALTER COLUMN %s DROP NOT NULL", column)
 		}
 	}
-	return rows.Err()
+	if err := rows.Err(); err != nil {
+		return err
+	}
+	if want := 2 + min(len(spec.Owner), 1); found != want {
+		return &InvalidError{"RowSpec", fmt.Sprintf("%s has %d of the %d columns by these very names", spec.Table, found, want)}
+	}
+	return nil
 }

@@ -93,14 +93,16 @@ RETURNING ` + liteRow,
 
 // Check refuses a database in memory behind a pool of several connections, where each connection may have a database of its own
 // and two owners both win.
-func (sqlite) Check(ctx context.Context, db *sql.DB, table string) error { return checkMemory(ctx, db) }
+func (sqlite) Check(ctx context.Context, db *sql.DB, table string) error {
+	return checkMemory(ctx, db, sql.NullString{})
+}
 
-func checkMemory(ctx context.Context, db *sql.DB) error {
+func checkMemory(ctx context.Context, db *sql.DB, schema sql.NullString) error {
 	if db.Stats().MaxOpenConnections == 1 {
 		return nil
 	}
 	var file string
-	if err := db.QueryRowContext(ctx, `SELECT coalesce(file, '') FROM pragma_database_list WHERE name = 'main'`).Scan(&file); err != nil {
+	if err := db.QueryRowContext(ctx, `SELECT coalesce(file, '') FROM pragma_database_list WHERE name = coalesce(?, 'main')`, schema).Scan(&file); err != nil {
 		return err
 	}
 	if file == "" {
@@ -147,6 +149,7 @@ func (sqlite) Rows(spec RowSpec, key, lockedAt *sql.ColumnType) (Statements, err
 	coalesce(strftime('%s', substr(` + c + `, 1, 19)) * 1000000 + substr(substr(` + c + `, 21) || '000000', 1, 6), ` + liteFar + `) ELSE ` + liteFar + ` END`
 		}
 		at = func(n string) string {
+			n = `min(` + n + `, ` + liteFar + `)`
 			return `strftime('%Y-%m-%d %H::%M::%S', ` + n + ` / 1000000, 'unixepoch') || printf('.%06d', ` + n + ` % 1000000)`
 		}
 	default:
@@ -223,6 +226,22 @@ func (sqlite) checkRows(ctx context.Context, db *sql.DB, spec RowSpec) error {
 	}
 	table, schema := parts[len(parts)-1], sql.NullString{String: parts[0], Valid: len(parts) == 2}
 
+	// A name that is no column would be taken for text, and any other type takes the owners 1e3 and 1000 for one.
+	var columns, texts int
+	err = db.QueryRowContext(ctx, `
+SELECT count(*), coalesce(sum(lower(name) = lower(?) AND (type IN ('', 'BLOB', 'ANY')
+	OR NOT instr(upper(type), 'INT') AND (instr(upper(type), 'CHAR') OR instr(upper(type), 'TEXT') OR instr(upper(type), 'CLOB')))), 0)
+FROM pragma_table_xinfo(?, ?) WHERE lower(name) IN (lower(?), lower(?), lower(?))`,
+		spec.Owner, table, schema, spec.Key, spec.LockedAt, spec.Owner).Scan(&columns, &texts)
+	owned := min(len(spec.Owner), 1)
+	switch {
+	case err != nil:
+		return err
+	case columns != 2+owned:
+		return &InvalidError{"RowSpec", fmt.Sprintf("%s has %d of the %d columns", spec.Table, columns, 2+owned)}
+	case texts != owned:
+		return &InvalidError{"RowSpec.Owner", fmt.Sprintf("%s of %s is not text; declare it TEXT", spec.Owner, spec.Table)}
+	}
 	var fixed string
 	err = db.QueryRowContext(ctx, `
 SELECT name FROM pragma_table_xinfo(?, ?) WHERE lower(name) IN (lower(?), lower(?)) AND ("notnull" OR hidden)`,
@@ -256,5 +275,5 @@ SELECT 'BINARY' FROM pragma_table_xinfo(?, ?) WHERE pk AND lower(name) = lower(?
 		return &InvalidError{"RowSpec.Key", fmt.Sprintf("%s is COLLATE %s, which takes different keys for the same; make %s anew without it",
 			spec.Key, collation, spec.Table)}
 	}
-	return checkMemory(ctx, db)
+	return checkMemory(ctx, db, schema)
 }

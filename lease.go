@@ -114,7 +114,7 @@ func (l *Lease) Release(ctx context.Context) error {
 // ends with ctx and when the lease may no longer be trusted. If it returns nil the lock is free: the lease ends as by Release, which
 // then returns nil as well. If its error matches ErrNotHeld, ErrNotOwner or ErrNoRow the lease is lost, and the answer is the
 // *LostError. After any other error the lease goes on, renewed and held, and the error is returned as it is. WithMinHold has no part in
-// it.
+// it. release must not call Release of this lease, which would wait for it.
 func (l *Lease) ReleaseWith(ctx context.Context, release func(ctx context.Context, rec Record) error) (err error) {
 	s := l.s
 	s.mu.Lock()
@@ -130,7 +130,7 @@ func (l *Lease) ReleaseWith(ctx context.Context, release func(ctx context.Contex
 		}
 		s.mu.Unlock()
 		select {
-		case <-busy: // at most a sixth of the TTL
+		case <-busy: // a renewal, at most a sixth of the TTL, or another ReleaseWith
 		case <-ctx.Done():
 			return ctx.Err()
 		}

@@ -369,6 +369,8 @@ func (r *RowTable) Finish(ctx context.Context, rec Record, set string, args ...a
 		return &InvalidError{"token", fmt.Sprintf("is 0 for %q; only an exact grant can be finished", rec.Resource)}
 	case strings.TrimSpace(set) == "":
 		return &InvalidError{"set", "is empty; Release only releases"}
+	case quotedMark(set):
+		return &InvalidError{"set", "has a question mark in quotes; put that text into an argument"}
 	case n != len(args):
 		return &InvalidError{"set", fmt.Sprintf("has %d question marks for %d arguments", n, len(args))}
 	}
@@ -379,7 +381,7 @@ func (r *RowTable) Finish(ctx context.Context, rec Record, set string, args ...a
 		text = strings.Replace(text, "?", ":"+named[i]+" ", 1) // a cast may follow, which is no part of the name
 	}
 	// A line of its own: a comment at the end of set must not take the rest of the statement with it.
-	s, err := compile(strings.Replace(r.st.Finish, ":set", text+"\n", 1), r.st.Bind, false, named...)
+	s, err := compile(strings.Replace(r.st.Finish, " SET :set,", " SET "+text+"\n,", 1), r.st.Bind, false, named...)
 	if err != nil {
 		return &InvalidError{"set", err.Error()}
 	}
@@ -396,4 +398,20 @@ func (r *RowTable) Finish(ctx context.Context, rec Record, set string, args ...a
 		}
 		return r.judge(ctx, p)
 	})
+}
+
+// quotedMark reports whether a question mark stands in quotes, where drivers differ in what they take it for.
+func quotedMark(set string) bool {
+	var quote rune
+	for _, c := range set {
+		switch {
+		case quote == 0 && strings.ContainsRune("'\"`", c):
+			quote = c
+		case c == quote:
+			quote = 0
+		case c == '?' && quote != 0:
+			return true
+		}
+	}
+	return false
 }

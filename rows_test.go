@@ -770,7 +770,7 @@ func TestFinish(t *testing.T) {
 		}
 		cents := func() int64 { return number(t, db, "SELECT cents FROM users WHERE id = 7") }
 		a := acquire("A")
-		for set, args := range map[string][]any{"": nil, " \n": nil, "cents = ?": nil, "cents = 5": {1}, "name = '?'": nil, "cents = ?, name = ?": {1}} {
+		for set, args := range map[string][]any{"": nil, " \n": nil, "cents = ?": nil, "cents = 5": {1}, "name = '?'": nil, "name = 'what?'": {1}, "cents = ?, name = ?": {1}} {
 			assert.ErrorIs(t, r.Finish(ctx, a, set, args...), locker.ErrInvalid, "%q", set)
 		}
 		if err := r.Finish(ctx, a, "cents = nowhere"); assert.Error(t, err, "an error of the database changes nothing") {
@@ -1075,5 +1075,103 @@ func TestFinishTakesTheTextAsItIs(t *testing.T) {
 			assert.NotContains(t, err.Error(), "autocommit")
 			require.NoError(t, r.Release(t.Context(), rec), "as it was")
 		})
+	}
+}
+
+// A trigger of the table takes the LastInsertId out of MySQL's answer: a grant must not look like a refusal.
+func TestRowTableUnderATrigger(t *testing.T) {
+	d := fresh(t, testdb.MySQL(t))
+	db := d.pool(t)
+	r := d.rows(t, db, "BIGINT", users("locked_by", time.Minute))
+	without, err := locker.NewRowTable(t.Context(), db, dialect(d.Engine), users("", time.Minute))
+	require.NoError(t, err)
+	execute(t, db, "INSERT INTO users (id) VALUES (7)")
+	execute(t, db, "CREATE TRIGGER audit BEFORE UPDATE ON users FOR EACH ROW SET @seen = 1")
+	rec, err := r.Acquire(t.Context(), "7", "A", r.TTL())
+	require.NoError(t, err)
+	_, err = r.Acquire(t.Context(), "7", "B", r.TTL())
+	require.ErrorIs(t, err, locker.ErrHeld)
+	renewed, err := r.Renew(t.Context(), rec, r.TTL())
+	require.NoError(t, err)
+	assert.Greater(t, renewed.Token, rec.Token)
+	given, err := r.Handover(t.Context(), renewed, "B", r.TTL())
+	require.NoError(t, err)
+	require.NoError(t, r.Release(t.Context(), given))
+
+	_, err = locker.NewRowTable(t.Context(), db, dialect(d.Engine), users("", time.Minute))
+	require.ErrorIs(t, err, locker.ErrInvalid)
+	assert.ErrorContains(t, err, "trigger")
+	_, err = without.Acquire(t.Context(), "7", "A", r.TTL()) // it came later
+	assert.ErrorContains(t, err, "trigger")
+	assert.NotErrorIs(t, err, locker.ErrHeld)
+}
+
+// A row that was locked into the future by hand keeps that to itself when it is renewed beside others, and stays locked.
+func TestABatchDoesNotSpreadAFutureTime(t *testing.T) {
+	everyRow(t, time.Minute, func(t *testing.T, r *locker.RowTable, d database, db *sql.DB) {
+		if !strings.Contains(t.Name(), "locked_by") {
+			t.Skip("the token moved by hand is no grant's")
+		}
+		a, err := r.Acquire(t.Context(), "7", "A", r.TTL())
+		require.NoError(t, err)
+		b, err := r.Acquire(t.Context(), "8", "A", r.TTL())
+		require.NoError(t, err)
+		execute(t, db, "UPDATE users SET locked_at = "+map[string]string{"sqlite": "4070908800000000"}[d.Name]+
+			map[string]string{"postgres": "'2099-01-01Z'", "mysql": "'2099-01-01'"}[d.Name]+" WHERE id = 7")
+		renewed, err := r.RenewBatch(t.Context(), []locker.Record{a, b}, r.TTL())
+		require.NoError(t, err)
+		require.Len(t, renewed, 2)
+		for _, rec := range renewed {
+			seen, err := r.Get(t.Context(), rec.Resource)
+			require.NoError(t, err)
+			assert.Equal(t, rec.Token, seen.Token)
+			assert.Equal(t, map[string]int{"7": 2099, "8": time.Now().UTC().Year()}[rec.Resource], seen.AcquiredAt.Year())
+		}
+	})
+}
+
+func TestARenewalNeverFreesTheLastTimeThereIs(t *testing.T) {
+	for _, c := range []struct{ engine, at, value string }{
+		{"mysql", "DATETIME(6)", "'9999-12-31 23:59:59.999999'"},
+		{"sqlite", "TEXT", "'9999-12-31 23:59:59.999999'"}, {"sqlite", "TEXT", "'forever'"}, {"sqlite", "INTEGER", "'forever'"},
+	} {
+		d := fresh(t, engine(t, c.engine))
+		db := d.pool(t)
+		create(t, d, db, "BIGINT", c.at)
+		execute(t, db, "INSERT INTO users (id) VALUES (7)")
+		r, err := locker.NewRowTable(t.Context(), db, dialect(d.Engine), users("locked_by", time.Minute))
+		require.NoError(t, err)
+		a, err := r.Acquire(t.Context(), "7", "A", r.TTL())
+		require.NoError(t, err)
+		execute(t, db, "UPDATE users SET locked_at = "+c.value)
+		for range 2 {
+			_, err = r.Renew(t.Context(), a, r.TTL())
+			require.NoError(t, err)
+			_, err = r.RenewBatch(t.Context(), []locker.Record{a}, r.TTL())
+			require.NoError(t, err)
+		}
+		_, err = r.Acquire(t.Context(), "7", "B", r.TTL())
+		assert.ErrorIs(t, err, locker.ErrHeld, "%v", c)
+	}
+}
+
+// Tables in which one lock would be two, or two owners one.
+func TestRowTableRefusesWhatWouldGrantTwice(t *testing.T) {
+	for _, c := range []struct {
+		engine, ddl, table, owner, wrong string
+	}{
+		{"postgres", "CREATE TABLE users (id bigint PRIMARY KEY, locked_at timestamptz, locked_by text); CREATE TABLE vip () INHERITS (users)", "users", "locked_by", "INHERIT"},
+		{"mysql", "CREATE TABLE users (id INT(10) ZEROFILL PRIMARY KEY, locked_at DATETIME(6), locked_by VARBINARY(255))", "users", "locked_by", "0000000007"},
+		{"sqlite", "CREATE TABLE users (id INTEGER PRIMARY KEY, locked_at INTEGER, locked_by STRING)", "users", "locked_by", "declare it TEXT"},
+		{"sqlite", "CREATE TABLE users (id INTEGER PRIMARY KEY, locked_at INTEGER, locked_by INTEGER)", "users", "locked_by", "declare it TEXT"},
+		{"sqlite", "CREATE TABLE users (id INTEGER PRIMARY KEY, locked_at INTEGER, locked_by TEXT)", "users", "lockedby", "2 of the 3 columns"},
+	} {
+		d := fresh(t, engine(t, c.engine))
+		db := d.pool(t)
+		execute(t, db, c.ddl)
+		_, err := locker.NewRowTable(t.Context(), db, dialect(d.Engine),
+			locker.RowSpec{Table: c.table, Key: "id", LockedAt: "locked_at", Owner: c.owner, TTL: time.Minute})
+		require.ErrorIs(t, err, locker.ErrInvalid, c.ddl)
+		assert.ErrorContains(t, err, c.wrong)
 	}
 }

@@ -287,7 +287,9 @@ func (t *store) send(ctx context.Context, s *statement, p params, owner string) 
 	switch {
 	case err != nil:
 		return row{}, err
-	case id == ExecRefused || id == 0 && (s != t.acquire || t.moving):
+	case id == 0 && t.moving:
+		return t.unnamed(ctx, res, p, owner)
+	case id == ExecRefused || id == 0 && s != t.acquire:
 		return t.refused(ctx, p)
 	case id == 0: // an engine that does not say
 		r, err := t.read(ctx, p.resource)
@@ -306,6 +308,23 @@ func (t *store) send(ctx context.Context, s *statement, p params, owner string) 
 	default:
 		return row{Resource: p.resource, Owner: owner, Acquired: id, Expires: id + p.ttl, Now: id}, nil
 	}
+}
+
+// unnamed is what became of a row when the answer has no token: nothing matched, or a trigger of the table has taken the LastInsertId
+// from it. With an owner of its own the row says whose it is.
+func (t *store) unnamed(ctx context.Context, res sql.Result, p params, owner string) (row, error) {
+	n, err := res.RowsAffected()
+	switch {
+	case err != nil:
+		return row{}, err
+	case n == 0:
+		return t.refused(ctx, p)
+	case t.anonymous:
+		return row{}, permanentError{errors.New("a trigger on this table hides the token; add an owner column to the rows")}
+	}
+	r, err := t.read(ctx, p.resource)
+	r.Refused = !r.live() || r.Owner != owner
+	return r, err
 }
 
 func (t *store) refused(ctx context.Context, p params) (row, error) {
@@ -412,8 +431,8 @@ func (t *store) renewRows(ctx context.Context, p params, chunk []Record) ([]row,
 	}), nil
 }
 
-// moveRows renews rows whose token moves and cannot be returned by an UPDATE: it locks those of the list that are live, gives all of
-// them one new token, and returns them.
+// moveRows renews rows whose token moves and cannot be returned by an UPDATE: it locks those of the list that are live, gives them
+// new tokens, and returns them.
 func (t *store) moveRows(ctx context.Context, p params) ([]row, error) {
 	// READ COMMITTED keeps no lock on rows that the list does not name.
 	tx, err := t.db.BeginTx(ctx, &sql.TxOptions{Isolation: sql.LevelReadCommitted})
@@ -428,17 +447,21 @@ func (t *store) moveRows(ctx context.Context, p params) ([]row, error) {
 	recs := make([]Record, len(rows))
 	for i, r := range rows {
 		recs[i] = r.record(0)
-		p.token = max(p.token, r.Now, r.Acquired+1)
+		recs[i].Token = min(max(r.Now, r.Acquired+1), lastMicro) // its own: a row may have been locked into the future by hand
 	}
 	p.list = grantList(recs)
 	if _, err := tx.ExecContext(ctx, t.renewBatch.text, t.renewBatch.args(&p)...); err != nil {
 		return nil, err
 	}
 	for i := range rows {
-		rows[i].Acquired, rows[i].Now, rows[i].Expires = p.token, p.token, p.token+p.ttl
+		token := recs[i].Token
+		rows[i].Acquired, rows[i].Now, rows[i].Expires = token, token, token+p.ttl
 	}
 	return rows, tx.Commit()
 }
+
+// lastMicro is the last microsecond of the year 9999, the last that every engine can write.
+const lastMicro = 253402300799999999
 
 func byResource(recs []Record) map[string]Record {
 	m := make(map[string]Record, len(recs))
