@@ -52,7 +52,8 @@ type RowChecker interface {
 // With an Owner column each grant needs an owner that is used for no other, as those of a Session are: then all records of that owner
 // name its grant, also one from before a renewal whose answer was lost. Without one the exact token is all that tells a grant:
 // acquiring again is ErrHeld for its own holder too, token 0 is ErrInvalid, the Owner in what Get and *HeldError say is empty,
-// and a lost answer costs the lease (a Session has ErrNotOwner at the next renewal; a lost acquire blocks the row for a TTL).
+// and a lost answer costs the lease (a Session has ErrNotOwner at the next renewal; a lost acquire blocks the row for a TTL). In MySQL a
+// table with an UPDATE trigger needs the column.
 //
 // The application must leave the two columns alone, and above all not write them back as a part of the row: an ORM that saves all
 // fields of a row it read earlier brings back a lock that was released, or clears one that is held. Do not map them, or map them
